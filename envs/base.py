@@ -1,0 +1,183 @@
+"""What an environment is: tasks, an episode driven turn by turn, a score, and the evidence that the reward side has.
+
+An environment is a class. It is named in a config by its built-in name or by import path
+(`env.name: my_package.my_module:MyEnvironment`) and needs no change anywhere else::
+
+    class Sum(Environment):
+        @classmethod
+        def tasks(cls, config, split):
+            return [Task(id=f"{split}/{i}", data={"a": i, "b": 2 * i}) for i in range(100)]
+
+        async def reset(self, task):
+            self.task, self.answer = task, None
+            return Observation(messages=[{"role": "user", "content": f"{task.data['a']} + {task.data['b']}?"}])
+
+        async def step(self, turn):
+            self.answer = turn.content.strip()
+            return StepResult(messages=[], done=True)
+
+        async def score(self):
+            good = self.answer == str(self.task.data["a"] + self.task.data["b"])
+            return Outcome(status="success" if good else "failure", reward=float(good))
+
+        def evidence(self):
+            return Evidence(text=f"The sum is {self.task.data['a'] + self.task.data['b']}.")
+"""
+
+import abc
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pydantic
+
+Message = dict[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id, name
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One task. `data` is the environment's own; `kind` groups tasks in metrics (e.g. "easy", "hard")."""
+
+    id: str
+    kind: str = "task"
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call as parsed from the turn. `error` is set if it could not be parsed: the environment answers with it."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    id: str = ""
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantTurn:
+    """An assistant turn as the environment sees it: never the thinking."""
+
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_message(self) -> Message:
+        """OpenAI-format message, for rendering expert transcripts."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        return message
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """Start of an episode: messages (system, user, …) and tools in OpenAI format (with the "function" wrapper)."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What came back on a turn: tool or user messages to append, and whether the episode is over."""
+
+    messages: list[Message]
+    done: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the episode ended: `status` is a value of rti_jax.types.Status, reward is None for the error statuses."""
+
+    status: str
+    reward: float | None
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evidence:
+    """What the reward side knows about a task. Its repr hides its text, so that no log can leak it.
+
+    Attributes:
+      text: readable text for the three roles.
+      values: strings (ids, numbers, coordinates, names) that only the evidence may hold; input of the leak guard.
+    """
+
+    text: str
+    values: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Evidence(<{len(self.text)} characters hidden>)"
+
+
+class EnvironmentError(Exception):
+    """The environment itself failed (not the policy): the episode is an `environment_error`, never reward 0."""
+
+
+class EnvironmentConfig(pydantic.BaseModel):
+    """Base of an environment's own keys under `env:` in a config; unknown keys are errors."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Environment(abc.ABC):
+    """One episode at a time; many instances run concurrently and share nothing mutable.
+
+    A policy's mistakes (a malformed call, a wrong argument) never raise: they come back as tool errors.
+    """
+
+    Config: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
+
+    def __init__(self, config: EnvironmentConfig, max_turns: int):
+        self.config = config
+        self.max_turns = max_turns
+
+    @classmethod
+    @abc.abstractmethod
+    def tasks(cls, config: EnvironmentConfig, split: str) -> Sequence[Task]:
+        """All tasks of a split, the same list for the same config. Raises ValueError for an unknown split."""
+
+    @abc.abstractmethod
+    async def reset(self, task: Task) -> Observation:
+        """Starts an episode."""
+
+    @abc.abstractmethod
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """Plays one assistant turn."""
+
+    @abc.abstractmethod
+    async def score(self) -> Outcome:
+        """Grades the episode as it stands; called once, after done or at the turn limit."""
+
+    @abc.abstractmethod
+    def evidence(self) -> Evidence:
+        """Privileged information about the current task; reaches the three roles only."""
+
+    def role_rules(self) -> str:
+        """Rules of this environment that the three roles must know; empty if there are none."""
+        return ""
+
+    def expert(self) -> AssistantTurn | None:
+        """The gold next turn from the current state, or None where there is none (can no longer succeed)."""
+        return None
+
+    def public_values(self) -> str:
+        """Text whose values are never privileged for the leak guard (policy documents, tool schemas are added)."""
+        return ""
+
+    async def close(self) -> None:
+        """Frees the episode's resources; called also on cancellation."""
+
+
+def tool_error(call: ToolCall, text: str) -> Message:
+    """A tool message that reports a policy's mistake back to it."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": f"Error: {text}"}
+
+
+def tool_result(call: ToolCall, result: Any) -> Message:
+    """A tool message with a result; anything but a string becomes compact JSON."""
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

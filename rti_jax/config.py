@@ -1,0 +1,216 @@
+"""Typed configuration: sparse YAML plus dotted overrides; unknown keys and wrong types are one clear line.
+
+Every default below is the paper's (Rollout-Time Intervention, arXiv 2610.13438) where it gives a number, marked
+"paper"; a number that its summary does not give is marked "ours" and is a choice to be tuned.
+"""
+
+import difflib
+import math
+import pathlib
+import types
+import typing
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+
+class ConfigError(Exception):
+    """A user's mistake in a config or on the command line: one line, names the fix, never a traceback."""
+
+
+class Section(pydantic.BaseModel):
+    """A group of keys. Strict: no coercion of "yes" to True or of 3.7 to 3, no unknown keys, no mutation."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    path: str = ""  # Hugging Face folder of the policy
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
+    attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"
+    remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
+    scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
+
+
+class EnvConfig(pydantic.BaseModel):
+    """Keys beside these belong to the environment, which checks them (its `Config` class)."""
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+
+    name: str = "navigation"  # built-in name, or "package.module:Class"
+    split: str = "train"
+    max_turns: int = 6  # paper: 6 in Navigation, 30 in tau2-bench
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The environment's own keys."""
+        return dict(self.model_extra or {})
+
+
+class RolloutConfig(Section):
+    groups_per_step: int = pydantic.Field(16, ge=1)  # ours
+    group_size: int = pydantic.Field(8, ge=2)  # paper: G = 8
+    mix: dict[str, float] = {}  # share of each task kind in a step, e.g. {hard: 0.5, easy: 0.5}; empty = as drawn
+    concurrency: int = pydantic.Field(256, ge=1)  # episodes at once
+    episode_timeout: float = pydantic.Field(600.0, gt=0)  # seconds; a slower episode is a `timeout`, not reward 0
+    retries: int = pydantic.Field(1, ge=0)  # of an episode that ended in an infrastructure error
+    truncated_is_failure: bool = True  # an episode cut by max_context counts as a failure (reward 0)
+
+
+class SamplingConfig(Section):
+    temperature: float = pydantic.Field(0.8, gt=0)  # paper
+    max_tokens: int = pydantic.Field(1024, ge=1)  # of one response; ours
+    max_context: int = pydantic.Field(16384, ge=2)  # prompt + response; ours
+    thinking: bool = True
+    top_p: float = 1.0  # below 1 (top_k > 0, min_p > 0) the sampled distribution is not the policy's: rejected
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @pydantic.model_validator(mode="after")
+    def _neutral(self):
+        for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, key) != neutral:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} truncates the sampling distribution, so the sampled tokens' ratio to "
+                    f"the policy would be biased; training rollouts need {key}={neutral}"
+                )
+        return self
+
+
+class RoleConfig(Section):
+    """One of the three roles. By default the policy's own engine plays it."""
+
+    endpoint: str = ""  # OpenAI-compatible base URL; empty = the policy itself
+    model: str = ""  # model name at that endpoint
+    temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature; 0 = greedy
+    max_tokens: int | None = pydantic.Field(None, ge=1)  # None = sampling.max_tokens
+
+
+class RolesConfig(Section):
+    validator: RoleConfig = RoleConfig(temperature=0.0)  # ours: judges decide greedily
+    corrector: RoleConfig = RoleConfig()
+    verifier: RoleConfig = RoleConfig(temperature=0.0)  # ours
+
+
+class RTIConfig(Section):
+    enabled: bool = True
+    attempts: int = pydantic.Field(1, ge=0)  # intervened rollouts per all-failed group; ours
+    retries: int = pydantic.Field(1, ge=0)  # of a rejected correction at one turn; ours
+    post_check: bool = True  # paper's ablation "w/o post-check" turns this off (takes the leak guard with it)
+    leak_guard: bool = True  # deterministic guard, ours
+    conceal: bool = True  # the corrector is told to conceal the evidence ("leak suppression")
+    verify_leaks: bool = True  # the verifier judges leaks
+    accept_uncorrected: bool = False  # a success without any correction replaces a member; ours (biased, so off)
+    prompts: str = "default"  # role prompts: "default", "compact" (small models), or a folder of templates
+    roles: RolesConfig = RolesConfig()
+
+
+class GateConfig(Section):
+    delta: float = pydantic.Field(5.0, ge=0)  # paper: perplexity threshold 5; 0 rejects all, inf admits all
+    scope: Literal["trajectory", "turn"] = "trajectory"  # ours
+
+
+class ReweightConfig(Section):
+    enabled: bool = True
+    epsilon_cal: float = pydantic.Field(0.2, ge=0, lt=1)  # ours
+
+
+class LossConfig(Section):
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = None  # None = the variant's own
+    constant: float | None = None  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
+    clip_low: float = pydantic.Field(0.2, ge=0, lt=1)  # paper: epsilon = 0.2
+    clip_high: float = pydantic.Field(0.2, ge=0)  # paper
+    kl_beta: float = pydantic.Field(0.0, ge=0)  # ours: no KL by default
+    behavior: Literal["recompute", "engine"] = "recompute"  # denominator of the ratio on policy tokens
+    mismatch_clip: float | None = None  # truncated importance sampling of engine/learner mismatch; None = off
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices by Muon, the rest by Adam (warm starts)
+    lr: float = pydantic.Field(1e-6, gt=0)  # paper
+    schedule: Literal["constant", "cosine", "linear"] = "constant"  # ours
+    warmup_steps: int = pydantic.Field(0, ge=0)  # ours
+    weight_decay: float = pydantic.Field(0.1, ge=0)  # paper
+    b1: float = pydantic.Field(0.9, ge=0, lt=1)  # ours
+    b2: float = pydantic.Field(0.98, ge=0, lt=1)  # ours
+    clip_norm: float = pydantic.Field(1.0, gt=0)  # ours
+    muon_lr: float = pydantic.Field(0.02, gt=0)  # matrices, with name = muon
+    minibatches: int = pydantic.Field(1, ge=1)  # optimizer steps per batch; ours (with one, the ratio is 1)
+
+
+class BatchConfig(Section):
+    buckets: list[int] = [1024, 4096, 16384]  # row lengths that are compiled; a longer trajectory is an error
+    rows_per_microbatch: int = pydantic.Field(8, ge=1)  # rows of the longest bucket; shorter buckets hold more
+    packing: bool = True
+
+
+class MeshConfig(Section):
+    data: int = pydantic.Field(1, ge=1)
+    fsdp: int = pydantic.Field(-1, ge=-1)  # -1 = all remaining devices
+    tensor: int = pydantic.Field(1, ge=1)
+    context: int = pydantic.Field(1, ge=1)
+
+
+class EngineConfig(Section):
+    kind: Literal["vllm", "server"] = "vllm"
+    urls: list[str] = []
+    args: dict[str, Any] = {}  # passed to vLLM as they are
+    memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
+    weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+
+
+class EvalConfig(Section):
+    every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
+    trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
+    split: str = "test"
+    limit: int | None = pydantic.Field(None, ge=1)  # tasks of each kind; None = all
+    temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature
+    keep_best: bool = False
+
+
+class CheckpointConfig(Section):
+    every: int = pydantic.Field(10, ge=1)  # steps
+    minutes: float = pydantic.Field(30.0, gt=0)  # also when this much time has passed
+    keep: int = pydantic.Field(2, ge=1)
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    name: str = "run"  # run folder: runs/NAME
+    runs_dir: str = "runs"
+    seed: int = 0
+    steps: int = pydantic.Field(100, ge=0)
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rti: RTIConfig = RTIConfig()
+    gate: GateConfig = GateConfig()
+    reweight: ReweightConfig = ReweightConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: BatchConfig = BatchConfig()
+    mesh: MeshConfig = MeshConfig()
+    engine: EngineConfig = EngineConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self):
+        if self.loss.variant == "gspo" and self.reweight.enabled and self.rti.enabled:
+            raise ValueError(
+                "loss.variant=gspo has one ratio per sequence, so token weights have no place in it; "
+                "set reweight.enabled=false or rti.enabled=false"
+            )
+        if self.engine.kind == "server" and not self.engine.urls:
+            raise ValueError("engine.kind=server needs engine.urls")
+        if math.isnan(self.gate.delta):
+            raise ValueError("gate.delta must be a number, or inf to admit every perplexity")
+        return self
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        return pathlib.Path(self.runs_dir) / self.name
