@@ -1,0 +1,148 @@
+"""Tiny random Qwen3 folders, as transformers writes them, for parity tests: no download, a second to make.
+
+Weights are drawn at a standard deviation of 0.2: at the usual 0.02 a wrong rotary base or a missing norm moves hardly
+any logit past a test's tolerance. Norm scales are drawn around 1, so that a norm that is skipped or swapped shows.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+BYTES = 256
+VOCAB_SIZE = 272  # 256 bytes, the special tokens, and a few ids without a token, as real vocabularies are padded
+
+# Behaves as Qwen3's: tools in the system turn, thinking kept only after the last user request, tool results of
+# neighbouring tool messages inside one user turn, an empty thinking block when thinking is off.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with function \
+signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n\
+</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- set content = message.content if message.content is string else '' %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
+{%- if not reasoning and '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or reasoning) %}
+{{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- else %}{{- content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{%- endif %}
+{%- set call = call.function if call.function else call %}
+{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments if call.arguments is string else call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+
+def byte_tokenizer():
+    """A `PreTrainedTokenizerFast` of 256 bytes and Qwen3's special tokens (ids from 256 on); any text round-trips."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # As in Qwen3: role markers are special, tool and thinking tags are added tokens that decoding keeps.
+    tokenizer.add_tokens([AddedToken(t, special=t.startswith("<|"), normalized=False) for t in SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_qwen3(
+    path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    std: float = 0.2,
+    tokenizer: bool = True,
+    max_shard_size: str = "5GB",
+    **config_overrides: Any,
+) -> pathlib.Path:
+    """Writes a random Qwen3 to the folder `path`: weights, config, generation_config and, if asked, the tokenizer.
+
+    Two layers, width 64, 4 heads over 2 key/value heads of 32 (so heads * head_dim differs from the width), mlp 128;
+    `config_overrides` are fields of transformers' Qwen3Config; a small `max_shard_size` ("100KB") gives a sharded
+    folder with an index. The same arguments give the same weights.
+
+    Returns:
+      The folder, as a Path.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_theta=10_000.0,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=BYTES + SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=BYTES + SPECIAL_TOKENS.index("<|endoftext|>"),
+    )
+    if "rope_parameters" in config_overrides:
+        del fields["rope_theta"]
+    model = Qwen3ForCausalLM(Qwen3Config(**fields | config_overrides)).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(std * noise if parameter.ndim > 1 else 1 + std * noise)
+
+    path = pathlib.Path(path)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    ends = [BYTES + SPECIAL_TOKENS.index(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True}
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    if tokenizer:
+        byte_tokenizer().save_pretrained(path)
+    return path
