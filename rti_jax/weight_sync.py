@@ -1,0 +1,170 @@
+"""Weights from the learner to the engine: parameters -> Hugging Face names -> safetensors in shared memory -> vLLM.
+
+The order of an update, and why (each step's absence is a fault seen in practice):
+
+1. `write_payload`: every tensor is written, in the engine's dtype, into one file in shared memory.
+2. `check_names`: names and shapes must be exactly those of the model folder that the engine was started from. This
+   comes before the engine is touched: vLLM ignores unknown names, and an update that fails half-way leaves an engine
+   that can only be restarted.
+3. The engine pauses (running requests end on the old weights, so that no answer mixes two versions), loads, finishes,
+   resets its prefix cache, and resumes (engine.py).
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pathlib
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from rti_jax.engine_errors import EngineError, StaleVersionError, WeightMismatchError
+
+BACKEND = "rti_shared_memory"  # name in vLLM's registry of weight transfer backends
+OWNED_ENGINE = "RTI_JAX_OWNED_ENGINE"  # environment variable: set in engine processes that a trainer started
+PREFIX = "rti_jax_weights_"
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+async def sync(engine, model, params, version: int) -> int:
+    """Brings the learner's `params` to `engine` as `version`; returns the version that the engine confirms.
+
+    Args:
+      model: models.hf.LanguageModel. params: its pytree of float32 master weights.
+      version: above every version that the engine has served.
+
+    Raises:
+      WeightMismatchError, StaleVersionError: nothing was changed, the engine still serves the old weights.
+    """
+    from models import hf
+
+    return await engine.update_weights(hf.to_hf(model, params), version)
+
+
+def expected_shapes(model_path: str | os.PathLike) -> Shapes:
+    """Names and shapes that an update of the model in `model_path` must have, read from the safetensors headers.
+
+    A tied model has no `lm_head.weight`, whether or not the folder holds a copy of it.
+
+    Raises:
+      EngineError: the folder holds no safetensors.
+    """
+    folder = pathlib.Path(model_path)
+    shapes: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        header, _ = read_header(file)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    if not shapes:
+        raise EngineError(f"{folder} holds no *.safetensors files, so its tensor names are not known")
+    if is_tied(folder):
+        shapes.pop(HEAD, None)
+    return shapes
+
+
+def read_header(file: pathlib.Path) -> tuple[dict, int]:
+    """A safetensors file's header and the offset of its data (https://github.com/huggingface/safetensors#format)."""
+    with open(file, "rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        return json.loads(stream.read(length)), 8 + length
+
+
+def is_tied(model_path: str | os.PathLike) -> bool:
+    """True if the model's head is its embedding."""
+    config = json.loads((pathlib.Path(model_path) / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def aliases(expected: Shapes) -> dict[str, str]:
+    """Extra names that the engine must load for a tied model: the head, from the embedding."""
+    return {HEAD: EMBEDDING} if HEAD not in expected and EMBEDDING in expected else {}
+
+
+def check_names(sent: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightMismatchError unless names and shapes are equal; the message lists every difference."""
+    problems = [f"missing {name}" for name in sorted(expected.keys() - sent.keys())]
+    problems += [f"unexpected {name}" for name in sorted(sent.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {sent[name]}, not {expected[name]}"
+        for name in sorted(sent.keys() & expected.keys())
+        if sent[name] != expected[name]
+    ]
+    if problems:
+        raise WeightMismatchError(f"weight update refused, the engine is unchanged: {'; '.join(problems)}")
+
+
+def check_version(version: int, current: int) -> None:
+    """Raises StaleVersionError unless `version` is above `current`."""
+    if version <= current:
+        raise StaleVersionError(f"weights version {version} offered, but the engine already serves {current}")
+
+
+@contextlib.contextmanager
+def payload(
+    tensors: Iterable[tuple[str, np.ndarray]], expected: Shapes, dtype: str, directory: str = ""
+) -> Iterator[pathlib.Path]:
+    """Writes the tensors as one safetensors file, checks them against `expected`, yields the path, removes the file.
+
+    Tensors are written as they arrive, so that a model streamed layer by layer is never held twice.
+
+    Args:
+      dtype: "float32" or "bfloat16", what the engine computes in.
+      directory: where; empty is /dev/shm, or the temporary directory if /dev/shm is too small.
+
+    Raises:
+      WeightMismatchError: before the body runs.
+    """
+    tag, np_dtype = DTYPES[dtype]
+    size = sum(math.prod(shape) for shape in expected.values()) * np_dtype.itemsize
+    folder = pathlib.Path(directory) if directory else _roomy_folder(size)
+    _remove_abandoned(folder)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX, suffix=".safetensors") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # marks the file as in use, also across containers
+        check_names(_write(stream, tensors, expected, tag, np_dtype), expected)
+        stream.flush()
+        yield pathlib.Path(stream.name)
+
+
+def _write(stream, tensors, expected: Shapes, tag: str, dtype: np.dtype) -> Shapes:
+    """Writes header and data for `expected` names; returns the shapes seen. Tensors that do not fit are not written."""
+    header, position = {}, 0
+    for name, shape in expected.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(struct.pack("<Q", len(text)) + text)
+    base, sent = stream.tell(), {}
+    for name, tensor in tensors:
+        sent[name] = tuple(tensor.shape)
+        if expected.get(name) == sent[name]:
+            stream.seek(base + header[name]["data_offsets"][0])
+            # ml_dtypes' casts and contiguity are numpy's: to nearest even, row-major.
+            stream.write(np.ascontiguousarray(tensor, dtype).view(np.uint8).data)
+    return sent
+
+
+def _roomy_folder(size: int) -> pathlib.Path:
+    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.05 * size + 2**20:
+        return SHARED_MEMORY
+    return pathlib.Path(tempfile.gettempdir())
+
+
+def _remove_abandoned(folder: pathlib.Path) -> None:
+    """Removes payloads of trainers that were killed: older than a minute, and nobody holds a lock on them."""
+    for file in folder.glob(f"{PREFIX}*.safetensors"):
+        with contextlib.suppress(OSError), open(file, "rb") as stream:
+            if time.time() - os.fstat(stream.fileno()).st_mtime > 60:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink()
