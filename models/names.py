@@ -1,0 +1,110 @@
+"""The name table: which Hugging Face tensor is which parameter of ours, read in both directions.
+
+A family lists its `Tensor`s once. Loading, saving, weight sync to an engine and sharding all read that list, so a name
+cannot be right in one of them and wrong in another.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Logical axis of a parameter -> mesh axis. Axes that are absent are not sharded; "data" holds replicas.
+SHARDING_RULES: dict[str, str] = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+Params = dict[str, Any]  # nested dict of arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One parameter of ours and the Hugging Face tensors that it holds.
+
+    Attributes:
+      path: keys in the nested parameter dict.
+      name: Hugging Face name; "{}" stands for the layer if `layers` is set.
+      axes: logical axis (a key of `SHARDING_RULES`, or None) of each dimension of *our* array, layer axis left out.
+      shape: of our array, layer axis left out.
+      transpose: Hugging Face stores the reverse of our dimensions (a torch Linear is [out, in], our kernel [in, out]).
+      layers: Hugging Face layer numbers in the order of our leading axis; empty for a tensor outside the layers.
+    """
+
+    path: tuple[str, ...]
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    transpose: bool = False
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"{self.name}: {len(self.axes)} axes for shape {self.shape}")
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of our array, layer axis included."""
+        return (len(self.layers), *self.shape) if self.layers else self.shape
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Shape of each Hugging Face tensor."""
+        return self.shape[::-1] if self.transpose else self.shape
+
+    def hf_name(self, index: int | None = None) -> str:
+        """Hugging Face name of entry `index` of our leading axis (None for a tensor outside the layers)."""
+        return self.name if index is None else self.name.format(self.layers[index])
+
+    def hf_names(self) -> tuple[str, ...]:
+        """All Hugging Face names that this parameter holds."""
+        return tuple(self.hf_name(i) for i in range(len(self.layers))) if self.layers else (self.name,)
+
+    def spec(self, mesh: Mesh) -> PartitionSpec:
+        """Partition of our array on `mesh`; a dimension that the mesh axis does not divide is replicated."""
+
+        def mesh_axis(logical: str | None, size: int) -> str | None:
+            axis = SHARDING_RULES.get(logical) if logical else None
+            return axis if axis in mesh.axis_names and size % mesh.shape[axis] == 0 else None
+
+        entries = [mesh_axis(a, n) for a, n in zip(self.axes, self.shape, strict=True)]
+        return PartitionSpec(*([None] if self.layers else []), *entries)
+
+
+def shardings(tensors: tuple[Tensor, ...], mesh: Mesh | None) -> Params:
+    """Sharding of every parameter, as a nested dict shaped like the parameters."""
+    if mesh is None:
+        single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return nest({t.path: single for t in tensors})
+    return nest({t.path: NamedSharding(mesh, t.spec(mesh)) for t in tensors})
+
+
+def nest(flat: Mapping[tuple[str, ...], Any]) -> Params:
+    """{("a", "b"): x} -> {"a": {"b": x}}."""
+    nested: Params = {}
+    for path, value in flat.items():
+        node = nested
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return nested
+
+
+def get(params: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """The entry of a nested dict at `path`."""
+    for key in path:
+        params = params[key]
+    return params
+
+
+def entries(tensors: tuple[Tensor, ...]) -> Iterator[tuple[str, Tensor, int | None]]:
+    """(Hugging Face name, tensor, index on its leading axis), layer by layer, as checkpoints order them."""
+    stacked = [t for t in tensors if t.layers]
+    order = sorted((layer, position, i) for position, t in enumerate(stacked) for i, layer in enumerate(t.layers))
+    before_layers = True
+    for tensor in tensors:
+        if not tensor.layers:
+            yield tensor.name, tensor, None
+        elif before_layers:
+            before_layers = False
+            for _, position, i in order:
+                yield stacked[position].hf_name(i), stacked[position], i
