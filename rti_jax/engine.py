@@ -308,10 +308,6 @@ def engine_args(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> di
     else:
         args["gpu_memory_utilization"] = config.engine.memory_fraction
     args |= config.engine.args
-    if isinstance(transfer := args["weight_transfer_config"], Mapping) and on_cpu is not None:
-        from vllm.config import WeightTransferConfig
-
-        args["weight_transfer_config"] = WeightTransferConfig(**transfer)
     return args
 
 
@@ -332,8 +328,10 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        # vLLM sets more of them (LD_PRELOAD for one), which later child processes of the trainer should not see.
+        for key in os.environ.keys() - before.keys():
+            del os.environ[key]
+        os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})
 
 
 def _shutdown(llm, loop: "_LoopThread", processes: set) -> None:
@@ -374,6 +372,14 @@ class _LoopThread:
     def stop(self) -> None:
         """Cancels what runs, and ends the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(self._loop)])
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUTDOWN_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(SHUTDOWN_SECONDS)
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
