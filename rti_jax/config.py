@@ -5,14 +5,16 @@ Every default below is the paper's (Rollout-Time Intervention, arXiv 2610.13438)
 """
 
 import difflib
+import json
 import math
+import os
 import pathlib
-import types
-import typing
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import pydantic
-import yaml
+
+from rti_jax import config_errors, strict_yaml
 
 
 class ConfigError(Exception):
@@ -36,7 +38,7 @@ class ModelConfig(Section):
 class EnvConfig(pydantic.BaseModel):
     """Keys beside these belong to the environment, which checks them (its `Config` class)."""
 
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str = "navigation"  # built-in name, or "package.module:Class"
     split: str = "train"
@@ -214,3 +216,100 @@ class Config(Section):
     @property
     def run_dir(self) -> pathlib.Path:
         return pathlib.Path(self.runs_dir) / self.name
+
+
+SchemaT = TypeVar("SchemaT", bound=pydantic.BaseModel)
+
+
+def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), schema: type[SchemaT] = Config) -> SchemaT:
+    """A checked config: the YAML file, then `a.b=value` overrides in their order (values are YAML).
+
+    The environment's own keys are checked too, by the `Config` of the class that `env.name` names.
+
+    Raises:
+      ConfigError: one line for each mistake; a key's line names where it was given and the nearest valid key.
+    """
+    data = read_yaml(path)
+    given = [apply_override(data, override) for override in overrides]
+    return validate(data, schema, origin=lambda key: _origin(key, given, path))
+
+
+def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping (or nothing)."""
+    path = pathlib.Path(path)
+    try:
+        data = strict_yaml.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such config{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except strict_yaml.YamlError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds {config_errors.shown(data)}, not keys with values")
+    return data or {}
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Sets `a.b=value` in nested dicts, in place, and returns the key; the value is YAML (`inf`, `[1, 2]`, `null`)."""
+    key, equals, text = override.partition("=")
+    *sections, leaf = key.split(".")
+    if not equals or not all([*sections, leaf]):
+        raise ConfigError(f"override {override!r} is not KEY=VALUE, e.g. optimizer.lr=3e-6")
+    try:
+        value = strict_yaml.parse(text)
+    except strict_yaml.YamlError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
+    for section in sections:
+        if not isinstance(data.get(section), dict):
+            data[section] = {}
+        data = data[section]
+    data[leaf] = value
+    return key
+
+
+def _origin(key: str, overridden: list[str], path: str | pathlib.Path) -> str:
+    """Where a key was given, as the start of an error line."""
+    return (
+        "" if any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in overridden) else f"{path}: "
+    )
+
+
+def validate(data: dict[str, Any], schema: type[SchemaT], origin: Callable[[str], str] = lambda key: "") -> SchemaT:
+    """Nested dicts as a checked config. Raises ConfigError."""
+    try:
+        config = schema.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise ConfigError(config_errors.explain(error, schema, origin=origin)) from None
+    if isinstance(getattr(config, "env", None), EnvConfig):
+        env_config(config.env, origin)
+    return config
+
+
+def env_config(env: EnvConfig, origin: Callable[[str], str] = lambda key: "") -> Any:
+    """The environment's own keys as its `Config`, checked as strictly as ours. Raises ConfigError."""
+    from rti_jax.rollout import load_environment
+
+    schema = load_environment(env.name).Config
+    try:  # as JSON, so that a list may stand for a tuple while "3" still is no number
+        return schema.model_validate_json(json.dumps(env.own), strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError(
+            config_errors.explain(error, schema, prefix="env.", shared=EnvConfig, origin=origin)
+        ) from None
+
+
+def resolved_yaml(config: pydantic.BaseModel) -> str:
+    """All keys with their values, as YAML that `load_config` reads back to an equal config."""
+    return strict_yaml.dump(config.model_dump(mode="python"))
+
+
+def save_resolved(config: pydantic.BaseModel, path: str | pathlib.Path) -> None:
+    """Writes the resolved config, whole or not at all."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(resolved_yaml(config), encoding="utf-8")
+    temporary.replace(path)
