@@ -1,0 +1,289 @@
+"""Trajectories → rows → packed micro-batches of static shapes. Numpy only, no randomness.
+
+A row is what the engine saw: the first turn's prompt, the response, what was inserted after it, the next response, …
+for as long as each prompt repeats the ids before it exactly. Where a template drops earlier thinking a prompt is no
+extension, and a new row starts with that prompt as its context; nothing is merged or re-encoded.
+
+Denominators count the whole batch, so that micro-batches, packing and row order never change the loss.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rti_jax.advantages import GroupAdvantages, assign_advantages
+from rti_jax.config import BatchConfig, Config, ConfigError, LossConfig
+from rti_jax.packing import plan_microbatches
+from rti_jax.reweight import reasoning_shift_weights, weight_means
+from rti_jax.types import Author, Group, TrainBatch, Trajectory, Turn
+
+TRAINED = (Author.POLICY, Author.CORRECTOR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One unpacked row; arrays are [T], as in `TrainBatch`, and `trajectory` is an index into the batch's."""
+
+    trajectory: int
+    tokens: np.ndarray
+    author: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    sampler_logprobs: np.ndarray
+    weights: np.ndarray
+    advantages: np.ndarray
+    loss_scale: np.ndarray
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self)[1:]:
+            if (shape := getattr(self, field.name).shape) != (len(self.tokens),):
+                raise ValueError(f"row of {len(self.tokens)} tokens: {field.name} has shape {shape}")
+        if self.loss_mask[:1].any():
+            raise ValueError("the first token of a row has no log-probability and cannot be trained")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """What one optimizer step consumes.
+
+    Attributes:
+      microbatches: arrays of few shapes, one per bucket; together they hold every row once.
+      trajectory_ids: what `TrainBatch.trajectory` indexes.
+      has_gradient: False if every advantage is 0.
+      metrics: counts and shares by name.
+    """
+
+    microbatches: tuple[TrainBatch, ...]
+    trajectory_ids: tuple[str, ...]
+    has_gradient: bool
+    metrics: dict[str, float]
+
+
+def build(
+    groups: Sequence[Group], config: Config, *, row_multiple: int = 1, leave_out_flat: bool = False
+) -> PackedBatch:
+    """Packs complete groups (after replacement) for one update.
+
+    Args:
+      row_multiple: the rows of every micro-batch are a multiple of this (devices that share them).
+      leave_out_flat: rows without a gradient are not computed. They stay in the denominators, so the loss is the
+        same; only metrics that average over tokens see fewer. Not possible with a KL term.
+
+    Raises:
+      ConfigError: a row is longer than the largest bucket.
+      ValueError: a corrected turn was not scored, or ids are not unique.
+    """
+    if leave_out_flat and config.loss.kl_beta:
+        raise ValueError("rows without an advantage have a KL gradient: they cannot be left out with loss.kl_beta > 0")
+    assigned = assign_advantages(groups, config.loss.variant)
+    trajectories = [t for g in assigned.groups for t in g.valid]
+    trained = [sum(len(turn.response_ids) for turn in t.turns) for t in trajectories]
+    scales, denominator = aggregation(trained, config.loss, config.sampling.max_tokens)
+    rows = [
+        row
+        for i, t in enumerate(trajectories)
+        if assigned.advantages[t.id] or not leave_out_flat
+        for row in trajectory_rows(t, i, assigned.advantages[t.id], scales[i], config)
+    ]
+    batches = microbatches(rows, denominator, config.batch, row_multiple)
+    for batch in batches:
+        check_authors(batch)
+    metrics = _metrics(trajectories, trained, assigned, batches)
+    if config.reweight.enabled:
+        metrics |= weight_means([turn for t in trajectories for turn in t.corrected_turns], config.reweight.epsilon_cal)
+    return PackedBatch(tuple(batches), tuple(t.id for t in trajectories), assigned.has_gradient, metrics)
+
+
+def split_groups(groups: Sequence[Group], minibatches: int) -> list[list[Group]]:
+    """Whole groups dealt in turn to at most `minibatches` optimizer steps; none of them is empty."""
+    return [list(groups[i::minibatches]) for i in range(min(minibatches, len(groups)))]
+
+
+def aggregation(trained: Sequence[int], loss: LossConfig, max_tokens: int) -> tuple[np.ndarray, float]:
+    """What one token of each trajectory counts, [N], and the denominator over the whole batch (docs/loss.md).
+
+    Args:
+      trained: trained tokens of each trajectory, over all of its rows.
+    """
+    defaults = {"grpo": "sequence_mean", "gspo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
+    kind = loss.aggregation or defaults[loss.variant]
+    counts = np.asarray(trained, np.float64)
+    if kind == "sequence_mean":
+        return 1.0 / counts, float(len(counts))
+    if kind == "token_mean":
+        return np.ones_like(counts), float(counts.sum())
+    return np.ones_like(counts), float(loss.constant or max_tokens * len(counts))
+
+
+def chains(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """Runs of turns in which each prompt starts with exactly the ids of the turn before it (prompt and response)."""
+    chain: list[Turn] = []
+    for turn in turns:
+        before = chain[-1].prompt_ids + chain[-1].response_ids if chain else ()
+        if chain and turn.prompt_ids[: len(before)] != before:
+            yield chain
+            chain = []
+        chain.append(turn)
+    if chain:
+        yield chain
+
+
+def trajectory_rows(trajectory: Trajectory, index: int, advantage: float, scale: float, config: Config) -> list[Row]:
+    """Rows of one trajectory, built from its turns' ids alone, so that no evidence can reach them."""
+    return [_chain_row(chain, index, advantage, scale, config) for chain in chains(trajectory.turns)]
+
+
+def _chain_row(chain: Sequence[Turn], index: int, advantage: float, scale: float, config: Config) -> Row:
+    tokens: list[int] = []
+    pieces: list[tuple[np.ndarray, ...]] = []
+    for i, turn in enumerate(chain):
+        inserted = turn.prompt_ids[len(tokens) :]
+        pieces.append(_context(len(inserted), Author.ENVIRONMENT if i else Author.TEMPLATE))
+        pieces.append(_response(turn, config))
+        tokens += [*inserted, *turn.response_ids]
+    author, behavior, sampler, weights = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    mask = np.isin(author, TRAINED)
+    return Row(
+        trajectory=index,
+        tokens=np.asarray(tokens, np.int32),
+        author=author,
+        loss_mask=mask,
+        behavior_logprobs=behavior,
+        sampler_logprobs=sampler,
+        weights=weights,
+        advantages=np.where(mask, advantage, 0.0).astype(np.float32),
+        loss_scale=np.where(mask, scale, 0.0).astype(np.float32),
+    )
+
+
+def _context(length: int, author: Author) -> tuple[np.ndarray, ...]:
+    nan = np.full(length, np.nan, np.float32)
+    return np.full(length, author, np.int8), nan, nan, np.ones(length, np.float32)
+
+
+def _response(turn: Turn, config: Config) -> tuple[np.ndarray, ...]:
+    """Author, behaviour and sampler log-probabilities and weights of a response, each [T].
+
+    A corrected turn's behaviour is its score under the rollout prompt; its sampler's values are under the corrector's
+    prompt, so they are left out. A policy turn's behaviour is NaN until `with_behavior`, unless the engine's is used.
+    """
+    length = len(turn.response_ids)
+    author = np.full(length, turn.author, np.int8)
+    sampler = np.asarray(turn.sampler_logprobs, np.float32)
+    nan, ones = np.full(length, np.nan, np.float32), np.ones(length, np.float32)
+    if not turn.correction:
+        return author, sampler if config.loss.behavior == "engine" else nan, sampler, ones
+    scored = turn.correction.rollout_logprobs, turn.correction.corrector_logprobs
+    if scored[0] is None or (config.reweight.enabled and scored[1] is None):
+        raise ValueError(f"turn {turn.id}: corrected, but its log-probabilities were not scored")
+    weights = ones
+    if config.reweight.enabled:
+        weights = reasoning_shift_weights(scored[1], scored[0], config.reweight.epsilon_cal)
+    return author, np.asarray(scored[0], np.float32), nan, weights
+
+
+def microbatches(
+    rows: Sequence[Row], denominator: float, config: BatchConfig, row_multiple: int = 1
+) -> list[TrainBatch]:
+    """Packs rows into micro-batches whose shapes depend on the buckets alone; unused rows and ends are padding."""
+    longest = max(map(len, rows), default=0)
+    if longest > max(config.buckets):
+        raise ConfigError(
+            f"a row of {longest} tokens is longer than the largest of batch.buckets={config.buckets}; "
+            f"add a bucket of at least {longest} or lower sampling.max_context"
+        )
+    plan = plan_microbatches(
+        list(map(len, rows)), config.buckets, config.rows_per_microbatch, row_multiple, config.packing
+    )
+    return [_fill(rows, lines, shape, denominator) for shape, lines in plan]
+
+
+def _fill(rows: Sequence[Row], lines: list[list[int]], shape: tuple[int, int], denominator: float) -> TrainBatch:
+    batch = empty(shape, denominator)
+    for b, line in enumerate(lines):
+        start = 0
+        for segment, row in enumerate((rows[i] for i in line), start=1):
+            at = b, slice(start, start + len(row))
+            batch.positions[at] = np.arange(len(row))
+            batch.segment_ids[at] = segment
+            for field in dataclasses.fields(row):
+                getattr(batch, field.name)[at] = getattr(row, field.name)
+            start += len(row)
+    return batch
+
+
+def empty(shape: tuple[int, int], denominator: float) -> TrainBatch:
+    """A micro-batch of padding alone: it adds nothing to the loss, e.g. for a host that has fewer rows."""
+    nan = {
+        name: np.full(shape, np.nan, np.float32) for name in ("behavior_logprobs", "ref_logprobs", "sampler_logprobs")
+    }
+    zeros = {name: np.full(shape, 0, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    return TrainBatch(
+        **zeros,
+        **nan,
+        loss_mask=np.full(shape, False),
+        author=np.full(shape, Author.PADDING, np.int8),
+        trajectory=np.full(shape, -1, np.int32),
+        advantages=np.full(shape, 0, np.float32),
+        weights=np.full(shape, 1, np.float32),
+        loss_scale=np.full(shape, 0, np.float32),
+        denominator=np.float32(denominator),
+    )
+
+
+def with_behavior(batch: TrainBatch, logprobs: np.ndarray) -> TrainBatch:
+    """The batch with the learner's recomputed log-probabilities [B, T] as behaviour of the policy's tokens.
+
+    Corrected tokens keep their score under the rollout prompt, which was cached before the update.
+    """
+    if logprobs.shape != batch.tokens.shape:
+        raise ValueError(f"log-probabilities of shape {logprobs.shape} for a batch of {batch.tokens.shape}")
+    policy = batch.author == Author.POLICY
+    return batch._replace(behavior_logprobs=np.where(policy, logprobs, batch.behavior_logprobs).astype(np.float32))
+
+
+def with_reference(batch: TrainBatch, logprobs: np.ndarray) -> TrainBatch:
+    """The batch with the reference model's log-probabilities [B, T] of the trained tokens, for the KL term."""
+    if logprobs.shape != batch.tokens.shape:
+        raise ValueError(f"log-probabilities of shape {logprobs.shape} for a batch of {batch.tokens.shape}")
+    return batch._replace(ref_logprobs=np.where(batch.loss_mask, logprobs, np.nan).astype(np.float32))
+
+
+def check_authors(batch: TrainBatch) -> None:
+    """Raises ValueError unless the trained tokens are the policy's and the corrector's, with the values they need."""
+    trained = np.isin(batch.author, TRAINED)
+    corrected = batch.author == Author.CORRECTOR
+    behavior, sampler = np.isfinite(batch.behavior_logprobs), np.isfinite(batch.sampler_logprobs)
+    faults = {
+        "the loss mask is not the policy's and the corrector's tokens": (batch.loss_mask != trained).any(),
+        "a token that nobody sampled has a behaviour log-probability": behavior[~trained].any(),
+        "a corrected token has no behaviour log-probability": not behavior[corrected].all(),
+        "a corrected token has a sampler's log-probability": sampler[corrected].any(),
+        "a token that the corrector did not write has a weight": (batch.weights[~corrected] != 1).any(),
+        "a trained token counts nothing": (batch.loss_scale[trained] <= 0).any(),
+    }
+    if found := [text for text, fault in faults.items() if fault]:
+        raise ValueError("packed batch: " + "; ".join(found))
+
+
+def _metrics(
+    trajectories: Sequence[Trajectory], trained: Sequence[int], assigned: GroupAdvantages, batches: Sequence[TrainBatch]
+) -> dict[str, float]:
+    cells = sum(b.tokens.size for b in batches)
+    used = sum(int((b.segment_ids > 0).sum()) for b in batches)
+    corrected = sum(len(turn.response_ids) for t in trajectories for turn in t.corrected_turns)
+    return {
+        "batch/trajectories": float(len(trajectories)),
+        "batch/microbatches": float(len(batches)),
+        "batch/tokens": float(used),
+        "batch/trained_tokens": float(sum(trained)),
+        "batch/padding_fraction": 1.0 - used / cells if cells else 0.0,
+        "groups/dropped": float(assigned.dropped),
+        "groups/filtered": float(assigned.filtered),
+        "groups/flat": float(assigned.flat),
+        "corrector/token_share": corrected / max(1, sum(trained)),
+    }

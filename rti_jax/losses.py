@@ -1,0 +1,162 @@
+"""Policy-gradient losses as pure functions of per-token log-probabilities; equations and conventions in docs/loss.md.
+
+Every array is [B, T] and a value at [b, t] belongs to the token at [b, t]: nothing here shifts. Masked positions are
+replaced by selection *before* any `exp`, so NaN or +-1e4 there changes neither value nor gradient. Losses return
+unreduced sums; the one division, by the denominator of the whole batch, is the learner's. Nothing but `logprobs`
+receives a gradient.
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class LossOutput(NamedTuple):
+    """Sums over one micro-batch; adding those of all micro-batches gives those of the batch.
+
+    Attributes:
+      loss_sum: [], sum of loss_scale * token loss.
+      sums: metric name -> [], to be added over micro-batches (numerators, and `<source>/tokens` to divide by).
+      maxima: metric name -> [], to be combined by maximum.
+    """
+
+    loss_sum: Array
+    sums: dict[str, Array]
+    maxima: dict[str, Array]
+
+
+def log_ratio(logprobs: Array, behavior_logprobs: Array, mask: Array) -> Array:
+    """log rho_t = log pi_theta(y_t | h_t) - log pi_old(y_t | h_t), [B, T]; exactly 0 where the mask is False."""
+    chex.assert_rank(logprobs, 2)
+    chex.assert_equal_shape([logprobs, behavior_logprobs, mask])
+    behavior = jax.lax.stop_gradient(jnp.where(mask, behavior_logprobs, 0.0))
+    return jnp.where(mask, logprobs, 0.0) - behavior
+
+
+def sequence_log_ratio(log_ratio: Array, mask: Array, segment_ids: Array) -> Array:
+    """GSPO's length-normalised sequence ratio (arXiv 2507.18071, eq. 7), in log space, on every token of its segment.
+
+    log s_i = 1/|y_i| sum_t log rho_it over the trained tokens of one segment of a row. Under `sequence_mean` its
+    gradient is GSPO's: s_i A_i 1/|y_i| sum_t grad log pi(y_it). A trajectory that spans rows has one ratio per row.
+
+    Args:
+      log_ratio: [B, T], 0 where the mask is False.
+      mask: [B, T] bool. segment_ids: [B, T] int, 0 is padding.
+    """
+    chex.assert_equal_shape([log_ratio, mask, segment_ids])
+
+    def one_row(values, counted, segments):
+        size = values.shape[0] + 1
+        total = jax.ops.segment_sum(values, segments, size)
+        count = jax.ops.segment_sum(counted.astype(jnp.float32), segments, size)
+        return (total / jnp.maximum(count, 1.0))[segments]
+
+    return jnp.where(mask, jax.vmap(one_row)(log_ratio, mask, segment_ids), 0.0)
+
+
+def clipped_surrogate(log_ratio: Array, advantages: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:
+    """min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) (PPO, arXiv 1707.06347 eq. 7; asymmetric: DAPO, 2503.14476).
+
+    Args:
+      log_ratio: [B, T]. advantages: [B, T], no gradient flows to them.
+
+    Returns:
+      The surrogate [B, T], to be maximised, and [B, T] bool: True where the clip is active, so the gradient is 0.
+    """
+    chex.assert_equal_shape([log_ratio, advantages])
+    advantages = jax.lax.stop_gradient(advantages)
+    ratio = jnp.exp(log_ratio)
+    surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
+    above = (advantages > 0) & (ratio > 1.0 + clip_high)
+    below = (advantages < 0) & (ratio < 1.0 - clip_low)
+    return surrogate, above | below
+
+
+def k3_kl(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
+    """KL(pi_theta || pi_ref) per token by the k3 estimator (GRPO, arXiv 2402.03300 eq. 4), [B, T]; >= 0.
+
+    exp(log pi_ref - log pi_theta) - (log pi_ref - log pi_theta) - 1; 0 where the mask is False.
+    """
+    difference = -log_ratio(logprobs, ref_logprobs, mask)
+    return jnp.expm1(difference) - difference
+
+
+def truncated_importance(behavior_logprobs: Array, sampler_logprobs: Array, mask: Array, cap: float) -> Array:
+    """min(pi_old / pi_sampler, cap): corrects for an engine that samples from slightly other numbers, [B, T].
+
+    The learner's value over the engine's, for the same weights version (truncated importance sampling,
+    https://fengyao.notion.site/off-policy-rl). 1 where the mask is False; constant for the gradient.
+    """
+    gap = log_ratio(behavior_logprobs, sampler_logprobs, mask)
+    return jax.lax.stop_gradient(jnp.exp(jnp.minimum(gap, jnp.log(cap))))
+
+
+def policy_loss(
+    logprobs: Array,
+    batch: Any,
+    corrected: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    kl_beta: float = 0.0,
+    sequence_ratio: bool = False,
+    mismatch_clip: float | None = None,
+    entropy: Array | None = None,
+) -> LossOutput:
+    """The objective of RTI and its variants, negated: sum of loss_scale (-w min(rho A, clip(rho) A) + beta KL).
+
+    Args:
+      logprobs: [B, T] log pi_theta of `tokens`; the only input with a gradient.
+      batch: a record with the arrays loss_mask, behavior_logprobs, ref_logprobs, sampler_logprobs, advantages,
+        weights, loss_scale and segment_ids, all [B, T].
+      corrected: [B, T] bool, tokens that the corrector wrote: they have no sampler value under the rollout prompt, so
+        they take no part in the mismatch and its correction.
+      sequence_ratio: GSPO's ratio instead of one per token.
+      mismatch_clip: cap of the truncated importance weight of policy tokens; None is off.
+      entropy: [B, T], for the metrics only.
+    """
+    chex.assert_equal_shape([logprobs, corrected, batch.loss_mask, batch.weights, batch.loss_scale])
+    mask = batch.loss_mask
+    token_log_ratio = log_ratio(logprobs, batch.behavior_logprobs, mask)
+    used = sequence_log_ratio(token_log_ratio, mask, batch.segment_ids) if sequence_ratio else token_log_ratio
+    advantages = jnp.where(mask, batch.advantages, 0.0)
+    surrogate, clipped = clipped_surrogate(used, advantages, clip_low, clip_high)
+    emphasis = jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0.0))
+    if mismatch_clip is not None:
+        sampled = mask & ~corrected
+        emphasis *= truncated_importance(batch.behavior_logprobs, batch.sampler_logprobs, sampled, mismatch_clip)
+    kl = k3_kl(logprobs, batch.ref_logprobs, mask) if kl_beta else jnp.zeros_like(logprobs)
+    scale = jax.lax.stop_gradient(jnp.where(mask, batch.loss_scale, 0.0))
+    policy_sum, kl_sum = -jnp.sum(scale * emphasis * surrogate), jnp.sum(scale * kl)
+    per_token = {
+        "clip_fraction": clipped,
+        "ratio": jnp.exp(used),
+        "approx_kl": jnp.expm1(token_log_ratio) - token_log_ratio,
+        "weight": emphasis,
+    }
+    if entropy is not None:
+        per_token["entropy"] = entropy
+    sums = {"loss/policy": policy_sum, "loss/kl": kl_sum, **sums_by_source(mask, corrected, per_token)}
+    mismatch_sums, maxima = mismatch(batch, mask & ~corrected)
+    return LossOutput(policy_sum + kl_beta * kl_sum, jax.lax.stop_gradient(sums | mismatch_sums), maxima)
+
+
+def sums_by_source(mask: Array, corrected: Array, per_token: dict[str, Array]) -> dict[str, Array]:
+    """Sums of each [B, T] value over the policy's and over the corrector's tokens, and how many tokens those are."""
+    sums = {}
+    for source, chosen in (("policy", mask & ~corrected), ("corrector", mask & corrected)):
+        sums[f"{source}/tokens"] = jnp.sum(chosen, dtype=jnp.float32)
+        for name, value in per_token.items():
+            sums[f"{source}/{name}"] = jnp.sum(jnp.where(chosen, value, 0.0), dtype=jnp.float32)
+    return sums
+
+
+def mismatch(batch: Any, sampled: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Engine versus learner on the tokens that the policy sampled: sums and maxima of |log pi_old - log pi_sampler|."""
+    gap = jnp.abs(log_ratio(batch.behavior_logprobs, batch.sampler_logprobs, sampled))
+    gap = jax.lax.stop_gradient(gap)
+    return {"mismatch/abs": jnp.sum(gap)}, {"mismatch/max": jnp.max(gap)}
