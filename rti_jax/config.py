@@ -161,6 +161,7 @@ class EngineConfig(Section):
     args: dict[str, Any] = {}  # passed to vLLM as they are
     memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
     weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+    weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
 
 
 class EvalConfig(Section):

@@ -22,9 +22,8 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +31,7 @@ import numpy as np
 from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
+from rti_jax.loop_thread import LoopThread
 
 INSTALL = "vLLM is not installed: run `make install` in a checkout, or `pip install 'rti-jax[cpu]'` (cuda, tpu)"
 MAX_SEQUENCES = 1024  # requests that one engine runs at once; more wait inside it
@@ -127,10 +127,11 @@ class VLLMEngine:
         self.version = 0
         self.model_path = pathlib.Path(model_path)
         self.dtype = config.model.dtype
+        self._weights_dir = config.engine.weights_dir
         self._expected = weight_sync.expected_shapes(self.model_path)
         self._broken = ""
         self._requests = itertools.count()
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         before = set(multiprocessing.active_children())
         try:
             self._llm = self._loop.call(_start(self.model_path, config))
@@ -197,7 +198,7 @@ class VLLMEngine:
         async with self._lock:
             self._check_alive()
             weight_sync.check_version(version, self.version)
-            payload = weight_sync.payload(tensors, self._expected, self.dtype)
+            payload = weight_sync.payload(tensors, self._expected, self.dtype, self._weights_dir)
             with contextlib.ExitStack() as stack:
                 path = await asyncio.to_thread(stack.enter_context, payload)
                 try:
@@ -205,6 +206,8 @@ class VLLMEngine:
                         await self._load(path, version)
                 except BaseException as error:
                     self._broken = f"the update to weights version {version} failed ({error!r})"
+                    if not isinstance(error, Exception):
+                        raise
                     raise EngineDiedError(f"{self._broken}; start the engine again") from error
             self.version = version
             return version
@@ -334,7 +337,7 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
         os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})
 
 
-def _shutdown(llm, loop: "_LoopThread", processes: set) -> None:
+def _shutdown(llm, loop: LoopThread, processes: set) -> None:
     try:
         llm.shutdown(timeout=SHUTDOWN_SECONDS)
     finally:
@@ -351,35 +354,3 @@ def _end(processes: set) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-class _LoopThread:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rti_jax engine", daemon=True)
-        self._thread.start()
-
-    def call(self, coroutine: Coroutine) -> Any:
-        """Runs to the end; blocks the calling thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    async def wrap(self, coroutine: Coroutine) -> Any:
-        """Runs to the end; a cancellation of the caller cancels it there."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
-    def stop(self) -> None:
-        """Cancels what runs, and ends the thread."""
-        if self._thread.is_alive():
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUTDOWN_SECONDS)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(SHUTDOWN_SECONDS)
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
