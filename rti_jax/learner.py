@@ -1,0 +1,250 @@
+"""The learner: state and micro-batches in, new state and metrics out, compiled once per shape.
+
+    accumulate(params, gradients, micro-batch)   sums of gradients and metrics; one program per bucket
+    apply(state, gradients, denominator)         the one division, clip, optimizer; one program
+
+Every array lives on a mesh with the axes data and fsdp (tensor and context where the model uses them): rows are split
+over data and fsdp, parameters and optimizer state as the model was born. A model is a pair of functions, `hidden` and
+`head`. Weights are 1 wherever no correction was admitted, so such an update runs the program of plain GRPO.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rti_jax.config import Config
+from rti_jax.logprobs import token_logprobs
+from rti_jax.losses import LossOutput, policy_loss
+from rti_jax.optimizer import learning_rate, make_optimizer
+from rti_jax.types import Author, TrainBatch
+
+__all__ = ["TrainState", "init_state", "make_logprobs_step", "make_optimizer", "make_update_step", "row_multiple"]
+
+ROWS = PartitionSpec(("data", "fsdp"))
+
+
+class TrainState(NamedTuple):
+    """Everything that an update changes.
+
+    Attributes:
+      params: nested dict of float32 master weights. opt_state: optax's, float32 moments.
+      step: int32 [], optimizer steps that were applied (a skipped one does not count).
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+class Model(Protocol):
+    """What the learner knows of a model."""
+
+    def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """[B, T] -> [B, T, D], after the final norm."""
+
+    def head(self, params: Any) -> jax.Array:
+        """[D, V]."""
+
+
+def row_multiple(mesh: Mesh) -> int:
+    """Rows of a micro-batch must be a multiple of this: the devices that share them."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """State before the first update; moments are sharded as their parameters, everything else is replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.eval_shape(optimizer.init, params)
+    opt_state = jax.jit(optimizer.init, out_shardings=_moment_shardings(shapes, params, replicated))(params)
+    return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), replicated))
+
+
+def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
+    """Sharding of each leaf of an optimizer state: its parameter's where its path ends in a parameter's path."""
+    of_path = {path: leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+    def sharding(path, leaf):
+        owner = next((of_path[path[i:]] for i in range(len(path)) if path[i:] in of_path), None)
+        return owner.sharding if owner is not None and owner.shape == leaf.shape else other
+
+    return jax.tree.map_with_path(sharding, shapes)
+
+
+def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[Any, TrainBatch], np.ndarray]:
+    """(params, micro-batch) -> log pi of its tokens [B, T], by the forward pass that the update differentiates."""
+
+    @jax.jit
+    def logprobs(params, batch):
+        return _forward(model, config, params, batch, entropy=False)[0]
+
+    def step(params, batch):
+        values = logprobs(params, put(batch, mesh))
+        return np.asarray(multihost_utils.global_array_to_host_local_array(values, mesh, ROWS))
+
+    return step
+
+
+def make_update_step(
+    model: Model,
+    config: Config,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    *,
+    on_policy: bool = False,
+    norms_by_source: bool = False,
+) -> "Update":
+    """update(state, micro-batches) -> (state, metrics); the state that goes in is donated.
+
+    Args:
+      optimizer: as made by `make_optimizer`.
+      on_policy: the first update after the rollouts: the behaviour of policy tokens is this very forward pass (ratio
+        exactly 1), so it need not be recomputed beforehand.
+      norms_by_source: also the gradient norms of policy and corrector tokens, by a second backward pass over the
+        micro-batches that hold corrected tokens; without such tokens there is nothing to split, and no cost.
+    """
+    return Update(model, config, mesh, optimizer, on_policy, norms_by_source)
+
+
+class Update:
+    """A compiled update. `traces` counts compilations by function, so that a test can see that shapes are stable."""
+
+    def __init__(self, model, config, mesh, optimizer, on_policy, norms_by_source):
+        self.traces: collections.Counter[str] = collections.Counter()
+        self._model, self._config, self._mesh, self._optimizer = model, config, mesh, optimizer
+        self._on_policy, self._norms_by_source = on_policy, norms_by_source
+        self._rate = learning_rate(config.optimizer, config.steps * config.optimizer.minibatches)
+        self._compiled: dict[str, Callable] = {}
+
+    def __call__(self, state: TrainState, microbatches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step on micro-batches that share a denominator.
+
+        A gradient that is not finite leaves the state as it was; `optimizer/skipped` says so.
+
+        Raises:
+          ValueError: no micro-batches, or different denominators.
+        """
+        denominators = {float(b.denominator) for b in microbatches}
+        if len(denominators) != 1:
+            raise ValueError(f"an update needs micro-batches of one denominator, got {sorted(denominators)}")
+        denominator = denominators.pop()
+        if not self._compiled:
+            self._compile(state)
+        gradients = self._compiled["zeros"](state.params)
+        outputs, corrected = [], None
+        for batch in microbatches:
+            arrays = put(batch, self._mesh)
+            if self._norms_by_source and (batch.author == Author.CORRECTOR).any():
+                corrected = self._compiled["zeros"](state.params) if corrected is None else corrected
+                corrected = self._compiled["corrected"](state.params, corrected, arrays)
+            gradients, output = self._compiled["accumulate"](state.params, gradients, arrays)
+            outputs.append(output)
+        norms = self._compiled["norms"](gradients, corrected) if corrected is not None else {}
+        rate = float(self._rate(int(state.step)))
+        state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
+        return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)
+
+    def _compile(self, state: TrainState) -> None:
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+        norms = lambda total, part: {  # noqa: E731
+            "corrector": optax.global_norm(part),
+            "policy": optax.global_norm(jax.tree.map(jnp.subtract, total, part)),
+        }
+        self._compiled = {
+            "zeros": jax.jit(zeros, out_shardings=shardings.params),
+            "accumulate": jax.jit(self._accumulate, donate_argnums=1, out_shardings=(shardings.params, replicated)),
+            "corrected": jax.jit(self._accumulate_corrected, donate_argnums=1, out_shardings=shardings.params),
+            "norms": jax.jit(norms, out_shardings=replicated),
+            "apply": jax.jit(self._apply, donate_argnums=0, out_shardings=(shardings, replicated)),
+        }
+
+    def _accumulate(self, params: Any, gradients: Any, batch: TrainBatch) -> tuple[Any, LossOutput]:
+        self.traces["accumulate"] += 1
+        (_, output), new = jax.value_and_grad(self._objective, has_aux=True)(params, batch)
+        return jax.tree.map(jnp.add, gradients, new), output
+
+    def _accumulate_corrected(self, params: Any, gradients: Any, batch: TrainBatch) -> Any:
+        self.traces["corrected"] += 1
+        only = jnp.where(batch.author == Author.CORRECTOR, batch.loss_scale, 0.0)
+        new = jax.grad(self._objective, has_aux=True)(params, batch._replace(loss_scale=only))[0]
+        return jax.tree.map(jnp.add, gradients, new)
+
+    def _objective(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, LossOutput]:
+        loss = self._config.loss
+        logprobs, entropy = _forward(self._model, self._config, params, batch, entropy=True)
+        if self._on_policy:
+            own = jnp.where(batch.author == Author.POLICY, jax.lax.stop_gradient(logprobs), batch.behavior_logprobs)
+            batch = batch._replace(behavior_logprobs=own)
+        output = policy_loss(
+            logprobs,
+            batch,
+            batch.author == Author.CORRECTOR,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            kl_beta=loss.kl_beta,
+            sequence_ratio=loss.variant == "gspo",
+            mismatch_clip=loss.mismatch_clip,
+            entropy=entropy,
+        )
+        return output.loss_sum, output
+
+    def _apply(self, state: TrainState, gradients: Any, denominator: jax.Array) -> tuple[TrainState, dict]:
+        self.traces["apply"] += 1
+        gradients = jax.tree.map(lambda g: g / denominator, gradients)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm)
+        updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
+        new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return kept, {"grad_norm": norm, "skipped": ~finite, "update_norm": optax.global_norm(updates)}
+
+    def _metrics(self, outputs, norms, applied, denominator: float, rate: float) -> dict[str, float]:
+        metrics = {f"optimizer/{name}": float(value) for name, value in applied.items()}
+        metrics |= {f"{source}/grad_norm": float(norm) / denominator for source, norm in norms.items()}
+        return metrics | {"optimizer/lr": rate} | reduce_metrics(outputs, denominator)
+
+
+def reduce_metrics(outputs: Sequence[LossOutput], denominator: float) -> dict[str, float]:
+    """Metrics of an update from the sums of its micro-batches; a mean over no tokens is absent.
+
+    Args:
+      outputs: values on the host.
+    """
+    sums: dict[str, float] = collections.defaultdict(float)
+    for output in outputs:
+        for name, value in output.sums.items():
+            sums[name] += float(value)
+    metrics = {"loss/total": math.fsum(float(o.loss_sum) for o in outputs) / denominator}
+    for name, value in sums.items():
+        source = "policy" if name.startswith("mismatch/") else name.split("/")[0]
+        if source == "loss":
+            metrics[name] = value / denominator
+        elif name.endswith("/tokens"):
+            metrics[name] = value
+        elif count := sums[f"{source}/tokens"]:
+            metrics[name] = value / count
+    for name in outputs[0].maxima:
+        metrics[name] = max(float(o.maxima[name]) for o in outputs)
+    return metrics
+
+
+def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+    """The arrays of a micro-batch on the mesh, rows split over data and fsdp; each process gives its own rows."""
+    sharding = NamedSharding(mesh, ROWS)
+    arrays = {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch._asdict().items() if np.ndim(v)}
+    return TrainBatch(**arrays, denominator=None)
+
+
+def _forward(model: Model, config: Config, params: Any, batch: TrainBatch, entropy: bool):
+    hidden = model.hidden(params, batch.tokens, batch.positions, batch.segment_ids)
+    temperature = config.sampling.temperature
+    return token_logprobs(hidden, model.head(params), batch.tokens, batch.segment_ids, temperature, entropy=entropy)
