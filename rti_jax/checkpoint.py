@@ -1,0 +1,241 @@
+"""Checkpoints: the learner's state by Orbax, the rest of a run as JSON, and a commit marker that is written last.
+
+    <directory>/<step>/state/           parameters ("params") and the other state ("rest"), sharded, float32
+    <directory>/<step>/extra.json       data position, random state, config
+    <directory>/<step>/COMMITTED.json   name and size of every file above: without it, or with another size, the
+                                        checkpoint does not count
+
+A save that is killed leaves a folder without a marker. Older checkpoints are deleted only after the marker is there.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import shutil
+import threading
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from rti_jax.config import ConfigError
+from rti_jax.learner import TrainState
+
+log = logging.getLogger(__name__)
+
+MARKER, EXTRA, STATE = "COMMITTED.json", "extra.json", "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held; `skipped` says in a line each why newer ones were passed over."""
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """Checkpoints of one run.
+
+    Args:
+      directory: created if needed.
+      keep: committed checkpoints that are kept, newest first.
+      background: a save returns once the arrays are copied off the devices and is written meanwhile; the next save,
+        `wait` or leaving the context waits for it and raises what went wrong.
+    """
+
+    def __init__(self, directory: str | os.PathLike, keep: int = 2, background: bool = False):
+        self.directory = pathlib.Path(directory).absolute()
+        self.keep = keep
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.wait()
+
+    def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> None:
+        """Saves one step, unless a committed checkpoint of it is there already. Every process must call it.
+
+        Args:
+          extra: JSON values; written by the first process only.
+        """
+        self.wait()
+        text = json.dumps(extra)  # fails before anything is written
+        folder = self.directory / str(step)
+        if fault(folder) is None:
+            return
+        _barrier(f"look {step}")
+        if _first_process():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        _barrier(f"clear {step}")
+        writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        writer.save(folder / STATE, ocp.args.Composite(**_items(state)), force=True)
+        if self._background:
+            self._thread = threading.Thread(target=self._finish, args=(writer, folder, text), name="checkpoint")
+            self._thread.start()
+        else:
+            self._finish(writer, folder, text)
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until a save in the background is committed. Raises what went wrong in it."""
+        if self._thread:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error:
+            raise error
+
+    def _finish(self, writer: ocp.AsyncCheckpointer, folder: pathlib.Path, extra: str) -> None:
+        try:
+            writer.wait_until_finished()
+            writer.close()
+            if _first_process():
+                _write(folder / EXTRA, extra)
+                _write(folder / MARKER, json.dumps(_sizes(folder)))
+                self._delete_old()
+        except BaseException as error:  # raised by `wait`, in the thread that saves
+            self._error = error
+
+    def _delete_old(self) -> None:
+        """Deletes all but the newest `keep` committed checkpoints, and folders of saves that never finished."""
+        good = [s for s in steps(self.directory) if fault(self.directory / str(s)) is None]
+        for step in set(steps(self.directory)) - set(good[: self.keep]):
+            shutil.rmtree(self.directory / str(step), ignore_errors=True)
+
+
+def save(directory: str | os.PathLike, step: int, state: TrainState, extra: dict[str, Any], keep: int = 2) -> None:
+    """One save that is committed when it returns; see `Checkpoints` for saves in the background."""
+    with Checkpoints(directory, keep) as checkpoints:
+        checkpoints.save(step, state, extra)
+
+
+def restore(directory: str | os.PathLike, target: TrainState, step: int | None = None) -> Restored | None:
+    """The newest readable checkpoint, or that of `step`, on the shardings of `target`.
+
+    Args:
+      target: a state of arrays or `jax.ShapeDtypeStruct`s with shardings, of any mesh.
+
+    Returns:
+      None if no save was ever committed.
+
+    Raises:
+      ConfigError: `step` is not there or not readable, or no committed checkpoint is readable.
+    """
+    directory = pathlib.Path(directory).absolute()
+    found = steps(directory) if step is None else [step]
+    skipped: list[str] = []
+    for candidate in found:
+        folder = directory / str(candidate)
+        reason = fault(folder)
+        if reason is None:
+            try:
+                state = _read(folder, target)
+                return Restored(candidate, state, json.loads((folder / EXTRA).read_text()), tuple(skipped))
+            except Exception as error:  # any fault of a file: the one before it may be good
+                reason = f"cannot be read: {_one_line(error)}"
+        skipped.append(f"checkpoint {folder} skipped: {reason}")
+        log.warning(skipped[-1])
+    if step is None and not any((directory / str(s) / MARKER).exists() for s in found):
+        return None
+    raise ConfigError(f"no readable checkpoint in {directory}: " + "; ".join(skipped))
+
+
+def restore_params(directory: str | os.PathLike, target: Any, step: int | None = None) -> tuple[int, Any]:
+    """Step and parameters alone (for an export), on the shardings of `target`; no optimizer state is read.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it is not readable.
+    """
+    directory = pathlib.Path(directory).absolute()
+    good = [s for s in steps(directory) if fault(directory / str(s)) is None]
+    chosen = step if step is not None else next(iter(good), None)
+    if chosen not in good:
+        reason = f": {fault(directory / str(chosen))}" if chosen in steps(directory) else ""
+        have = f"there are {', '.join(map(str, good))}" if good else "there is none"
+        raise ConfigError(f"no readable checkpoint {'' if step is None else step} in {directory}{reason}; {have}")
+    try:
+        return chosen, _restore_items(directory / str(chosen), {"params": target})["params"]
+    except Exception as error:  # one line for the user, whatever the file's fault
+        raise ConfigError(f"checkpoint {directory / str(chosen)} cannot be read: {_one_line(error)}") from error
+
+
+def steps(directory: str | os.PathLike) -> list[int]:
+    """Steps that have a folder, committed or not, newest first."""
+    directory = pathlib.Path(directory)
+    names = (p.name for p in directory.iterdir()) if directory.is_dir() else ()
+    return sorted((int(n) for n in names if n.isdecimal()), reverse=True)
+
+
+def fault(folder: pathlib.Path) -> str | None:
+    """Why the checkpoint in this folder does not count, or None; compares file sizes with the marker."""
+    if not folder.is_dir():
+        return "there is no such checkpoint"
+    try:
+        expected = json.loads((folder / MARKER).read_text())
+    except FileNotFoundError:
+        return "the save was interrupted before it was committed"
+    except ValueError:
+        return f"{MARKER} is damaged"
+    actual = _sizes(folder)
+    for name, size in expected.items():
+        if actual.get(name) != size:
+            return f"{name} has {actual.get(name, 0)} of {size} bytes"
+    return None
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    rest = {"opt_state": state.opt_state, "step": state.step}
+    return {"params": ocp.args.StandardSave(state.params), "rest": ocp.args.StandardSave(rest)}
+
+
+def _read(folder: pathlib.Path, target: TrainState) -> TrainState:
+    rest = {"opt_state": target.opt_state, "step": target.step}
+    restored = _restore_items(folder, {"params": target.params, "rest": rest})
+    return TrainState(restored["params"], restored["rest"]["opt_state"], restored["rest"]["step"])
+
+
+def _restore_items(folder: pathlib.Path, targets: dict[str, Any]) -> Any:
+    """Restores onto the targets' shardings; Orbax checks the trees' structure and we check shapes."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), targets)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
+        return reader.restore(folder / STATE, ocp.args.Composite(**arguments))
+
+
+def _sizes(folder: pathlib.Path) -> dict[str, int]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MARKER)
+    return {str(p.relative_to(folder)): p.stat().st_size for p in files}
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes a file that is whole or absent, also after a power cut."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _first_process() -> bool:
+    return jax.process_index() == 0
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"checkpoint {name}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
