@@ -151,6 +151,10 @@ class Update:
         state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
         return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)
 
+    def compiled_programs(self, name: str) -> int:
+        """How many programs a function ("accumulate", "apply") was compiled to: one for each shape of a micro-batch."""
+        return self._compiled[name]._cache_size()
+
     def _compile(self, state: TrainState) -> None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         replicated = NamedSharding(self._mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Optimizers by config: AdamW, or Muon for matrices with Adam for the rest; schedules; what is decayed."""
+"""Optimizers by config: AdamW, or Muon for matrices with Adam (Nesterov, no decay) for the rest; schedules; decay."""
 
 import re
 from typing import Any

@@ -1,0 +1,121 @@
+"""A model of two small layers for tests of the learner: causal, segment-aware, a pair of pure functions as any model.
+
+As a script it prints what a few updates give as JSON, so that a test can run it on other numbers of devices:
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/stand_in.py`.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rti_jax import batching, learner
+from rti_jax.config import Config
+from rti_jax.types import Correction, Group, Status, Trajectory, Turn
+
+VOCAB, WIDTH, LAYERS = 40, 16, 2
+
+
+class StandIn:
+    """x <- x + tanh(mean of the segment so far * scale @ kernel), tied head."""
+
+    def hidden(self, params, tokens, positions, segment_ids):
+        x = params["embed_tokens"]["embedding"][tokens]
+        length = tokens.shape[1]
+        before = jnp.tril(jnp.ones((length, length), bool))
+        seen = before & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        weights = seen / seen.sum(-1, keepdims=True)
+        for i in range(LAYERS):
+            layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+            mixed = jnp.einsum("BTS,BSD->BTD", weights, x) * layer["norm"]["scale"]
+            x = x + jnp.tanh(mixed @ layer["mixer"]["kernel"] + layer["mixer"]["bias"])
+        return x
+
+    def head(self, params):
+        return params["embed_tokens"]["embedding"].T
+
+
+def mesh(devices=None):
+    count = devices or jax.device_count()
+    data = 2 if count % 2 == 0 else 1
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(data, count // data), ("data", "fsdp"))
+
+
+def init_params(on):
+    """The same numbers on every mesh, sharded over fsdp."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.normal(0, 0.4, shape).astype(np.float32)
+
+    params = {
+        "embed_tokens": {"embedding": draw(VOCAB, WIDTH)},
+        "layers": {
+            "mixer": {"kernel": draw(LAYERS, WIDTH, WIDTH), "bias": draw(LAYERS, WIDTH)},
+            "norm": {"scale": 1 + draw(LAYERS, WIDTH)},
+        },
+    }
+    return jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(on, PartitionSpec(*[None] * (x.ndim - 1), "fsdp"))), params
+    )
+
+
+def make_config(**sections):
+    defaults = {
+        "batch": {"buckets": [32], "rows_per_microbatch": 2},
+        "optimizer": {"lr": 1e-2},
+        "sampling": {"temperature": 0.8},
+        "steps": 10,
+    }
+    return Config.model_validate(
+        {k: {**v, **sections.pop(k, {})} if isinstance(v, dict) else v for k, v in defaults.items()} | sections
+    )
+
+
+def make_groups(corrected=True, count=3, seed=0):
+    """Groups of four of unequal lengths, one success each; a turn of the first group's was written by the corrector."""
+    rng = np.random.default_rng(seed)
+
+    def ids(low, high):
+        return tuple(rng.integers(1, VOCAB, rng.integers(low, high)).tolist())
+
+    def member(group, index):
+        prompt, first, between, second = ids(3, 6), ids(1, 6), ids(1, 3), ids(1, 8)
+        scores = tuple(rng.uniform(-5, -2, len(second)).tolist()), tuple(rng.uniform(-4, -2, len(second)).tolist())
+        correction = Correction(ids(1, 3), *scores) if corrected and group == "0" and index == 1 else None
+        name = f"{group}/{index}"
+        turns = (
+            Turn(f"{name}/0", prompt, first, tuple(rng.uniform(-4, -3, len(first)).tolist()), "stop", 0),
+            Turn(f"{name}/1", prompt + first + between, second, (-3.5,) * len(second), "stop", 0, correction),
+        )
+        success = index == 1
+        return Trajectory(
+            name, group, index, group, turns, Status.SUCCESS if success else Status.FAILURE, float(success)
+        )
+
+    return [Group(str(g), str(g), tuple(member(str(g), i) for i in range(4))) for g in range(count)]
+
+
+def run(config, on, groups, updates=2, shift=0.1, **options):
+    """State and metrics after some updates whose behaviour is the initial policy's, moved by up to `shift`."""
+    model, params = StandIn(), init_params(on)
+    optimizer = learner.make_optimizer(config.optimizer, params, config.steps)
+    state = learner.init_state(params, optimizer, on)
+    logprobs = learner.make_logprobs_step(model, config, on)
+    batches = batching.build(groups, config, row_multiple=learner.row_multiple(on)).microbatches
+    batches = [batching.with_behavior(b, logprobs(params, b) + shift * np.sin(b.tokens)) for b in batches]
+    update = learner.make_update_step(model, config, on, optimizer, **options)
+    history = []
+    for _ in range(updates):
+        state, metrics = update(state, batches)
+        history.append(metrics)
+    return state, history, update
+
+
+if __name__ == "__main__":
+    state, history, _ = run(make_config(), mesh(), make_groups(), norms_by_source=True)
+    kernel = np.asarray(state.params["layers"]["mixer"]["kernel"]).ravel().tolist()
+    json.dump({"devices": jax.device_count(), "history": history, "kernel": kernel}, sys.stdout)
