@@ -3,7 +3,7 @@
 A family is a module of this package that is listed in `FAMILIES` by its `model_type` and defines
 
     MODEL_TYPE, Config (from_hf(dict), to_hf() -> dict, vocab_size, tie_word_embeddings),
-    Model(config, execution, rngs)    nnx.Module: (tokens, positions, segment_ids) [B, T] -> [B, T, D], final norm included
+    Model(config, execution, rngs)    nnx.Module: tokens, positions, segment_ids [B, T] -> [B, T, D], final norm done
     tensors(config)                   its name table (models/names.py)
     UNTRAINED                         patterns of checkpoint tensors that it does not use and `save` copies through
 

@@ -69,6 +69,29 @@ class Execution:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(axes)))
 
 
+@jax.custom_vjp
+def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [B, T, in] times kernel [in, out], in x's dtype; the kernel's gradient is accumulated in float32.
+
+    The gradient is written as x^T dy because the order that automatic differentiation chooses, (dy^T x)^T, takes twice
+    as long on CPU.
+    """
+    return x @ kernel.astype(x.dtype)
+
+
+def _project_forward(x, kernel):
+    return project(x, kernel), (x, kernel)
+
+
+def _project_backward(saved, d_y):
+    x, kernel = saved
+    d_kernel = jnp.einsum("BTI,BTO->IO", x, d_y, preferred_element_type=jnp.float32)
+    return d_y @ kernel.astype(x.dtype).T, d_kernel.astype(kernel.dtype)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
 class Linear(nnx.Module):
     """y = x kernel (+ bias), with kernel [in, out]."""
 
@@ -77,7 +100,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = project(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

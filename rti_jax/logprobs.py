@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-CHUNK_BYTES = 2**28  # of float32 logits held at a time
+CHUNK_BYTES = 2**28  # of float32 logits held at a time, at most
+CHUNK_TOKENS = 2048  # small vocabularies: larger chunks fall out of the CPU's caches
 
 
 def token_logprobs(
@@ -38,7 +39,7 @@ def token_logprobs(
     """
     batch, length, width = hidden.shape
     targets = jnp.roll(tokens, -1, axis=1)  # the last column wraps and is masked below
-    rows_chunk = chunk or max(256, CHUNK_BYTES // 4 // head.shape[1])
+    rows_chunk = chunk or max(256, min(CHUNK_TOKENS, CHUNK_BYTES // 4 // head.shape[1]))
     count = -(-batch * length // rows_chunk)
     columns = -(-length // count)
     padding = columns * -(-length // columns) - length
