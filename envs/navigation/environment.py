@@ -111,6 +111,26 @@ class Navigation(Environment):
         return Observation(messages, schemas(self.config.tools))
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        """The gold places in order: privileged, for experts and transcripts."""
+        return self._places
+
+    @property
+    def request(self) -> str:
+        """What the user asked for."""
+        return self._task.data["request"]
+
+    @property
+    def map(self) -> Map:
+        """The map of this episode."""
+        return self._map
+
+    @property
+    def shown(self) -> list[str]:
+        """Coordinates that results have shown so far, as they were written."""
+        return [f"{lat:.{self._map.decimals}f},{lon:.{self._map.decimals}f}" for lat, lon in sorted(self._shown)]
+
+    @property
     def done(self) -> bool:
         """True after the first well-formed direction call and at the turn limit."""
         return self._route is not None or self.turns >= self.turn_limit

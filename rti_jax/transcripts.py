@@ -1,0 +1,203 @@
+"""Transcripts for warm starts: a scripted expert's turns and the three roles' answers, as token rows.
+
+A transcript is made the way a rollout is (rti_jax.chat, rti_jax.roles), so its ids are the ids that the engine will
+see. Four kinds:
+
+  agent      an episode of a task whose places have unique names, played by the expert; every turn is trained
+  validator  h_t, evidence and a proposed turn -> the expected call, then the verdict. "invalid" if and only if the
+             expert can no longer succeed after the proposed turn
+  corrector  ... and the validator's reason -> the expert's turn; a share of them leaks or fabricates on purpose, so
+             that the post-check has something to catch
+  verifier   ... and a replacement, clean, wrong or leaking -> the verdict
+
+Only the role transcripts ever show a search refined by region: the agent is not taught the hard tasks.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.base import AssistantTurn, Task
+from envs.navigation.environment import Navigation
+from envs.navigation.mistakes import Mistakes, search_turn
+from rti_jax.chat import Chat
+from rti_jax.roles import RolePrompts
+
+EXPERT_SHARE = 0.4  # of the turns that a validator sees; the rest is the untrained habit or a mistake
+
+
+class Row(NamedTuple):
+    """One transcript: ids and the loss weight of each (that of the first is never used)."""
+
+    kind: str
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+class Context(NamedTuple):
+    """The state that a role judges: h_t with its weights, the environment in that state, and y."""
+
+    env: Navigation
+    prompt_ids: tuple[int, ...]
+    weights: list[float]
+    gold: AssistantTurn
+    proposed: AssistantTurn
+    valid: bool
+
+
+def describe(turn: AssistantTurn) -> str:
+    """A call in few tokens: the values of its arguments."""
+    values: list[str] = []
+    for call in turn.tool_calls:
+        for value in (call.arguments or {}).values():
+            values += [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return " | ".join(values)
+
+
+class Transcripts:
+    """An endless, seeded stream of rows.
+
+    Args:
+      tasks: easy and hard tasks of Navigation.
+      shares: relative numbers of each kind of transcript. leak_share: of correctors that are told to conceal.
+      text_weight: loss weight of text that the assistant did not write.
+    """
+
+    def __init__(
+        self,
+        env: Navigation,
+        tasks: Sequence[Task],
+        chat: Chat,
+        *,
+        style: str,
+        shares: dict[str, float],
+        leak_share: float,
+        text_weight: float,
+        seed: int,
+    ):
+        self._env, self._chat, self._style = env, chat, style
+        self._easy = [t for t in tasks if t.kind == "easy"]
+        self._hard = [t for t in tasks if t.kind == "hard"]
+        self._kinds, self._shares = list(shares), list(shares.values())
+        self._leak_share, self._text_weight = leak_share, text_weight
+        self._rng = random.Random(f"transcripts/{seed}")
+
+    def __iter__(self) -> Iterator[Row]:
+        makers = {k: getattr(self, f"_{k}") for k in self._kinds}
+        with asyncio.Runner() as runner:
+            while True:
+                kind = self._rng.choices(self._kinds, self._shares)[0]
+                ids, weights = runner.run(makers[kind]())
+                yield Row(kind, np.asarray(ids, np.int32), np.asarray(weights, np.float32))
+
+    async def _agent(self) -> tuple[list[int], list[float]]:
+        start = await self._env.reset(self._rng.choice(self._easy))
+        prompt = self._chat.start(start.messages, start.tools)
+        weights = [self._text_weight] * len(prompt)
+        while (turn := self._env.expert()) is not None:
+            prompt, weights, done = await self._extend(prompt, weights, turn, start.tools, 1.0)
+            if done:
+                break
+        return list(prompt), weights
+
+    async def _extend(self, prompt, weights, turn: AssistantTurn, tools, weight: float):
+        """Plays a turn; the prompt that follows it (or the end of the episode), its weights, and whether it ended."""
+        ids = self._chat.encode_turn(turn)
+        result = await self._env.step(turn)
+        weights = [*weights, *[weight] * len(ids)]
+        if result.done:
+            return (*prompt, *ids), weights, True
+        longer = self._chat.extend(prompt, ids, result.messages, tools)
+        return longer, [*weights, *[self._text_weight] * (len(longer) - len(weights))], False
+
+    async def _context(self) -> Context:
+        """A state on the expert's path, and a proposed turn: the expert's, the habit's or a mistake."""
+        rng, env = self._rng, self._env
+        task = rng.choice(self._hard if rng.random() < 0.6 else self._easy)
+        start = await env.reset(task)
+        prompt = self._chat.start(start.messages, start.tools)
+        weights = [self._text_weight] * len(prompt)
+        gold = env.expert()
+        for _ in range(rng.randint(0, len(env.places))):
+            if gold.tool_calls[0].name == "direction":
+                break  # the last turn
+            prompt, weights, _ = await self._extend(prompt, weights, gold, start.tools, 0.0)
+            gold = env.expert()
+        proposed = self._propose(gold)
+        return Context(env, prompt, weights, gold, proposed, env.valid(proposed))
+
+    def _propose(self, gold: AssistantTurn) -> AssistantTurn:
+        draw = self._rng.random()
+        if draw < EXPERT_SHARE:
+            return gold
+        arguments = gold.tool_calls[0].arguments
+        if "region" in arguments and draw < 0.75:
+            return search_turn(arguments["keyword"])
+        return Mistakes(self._env, self._rng).wrong(gold)[1]
+
+    async def _invalid_context(self) -> Context:
+        while True:
+            context = await self._context()
+            if not context.valid:
+                return context
+
+    async def _validator(self):
+        c = await self._context()
+        answer = {"expected": describe(c.gold), "verdict": "valid" if c.valid else "invalid"}
+        return self._role(c, self._prompts().validator(*self._evidence(c), c.env.role_rules()), _json(answer))
+
+    async def _corrector(self):
+        c = await self._invalid_context()
+        conceal = self._rng.random() < 0.85
+        leak_share = self._leak_share if conceal else min(1.0, 3 * self._leak_share)
+        leak = Mistakes(c.env, self._rng).leak(c.gold) if self._rng.random() < leak_share else None
+        prompts = self._prompts(conceal=conceal)
+        text = prompts.corrector(*self._evidence(c), describe(c.gold), c.env.role_rules())
+        return self._role(c, text, leak[1] if leak else c.gold)
+
+    async def _verifier(self):
+        c = await self._invalid_context()
+        verify_leaks = self._rng.random() < 0.85
+        draw, mistakes = self._rng.random(), Mistakes(c.env, self._rng)
+        replacement, verdict = c.gold, {"verdict": "accept"}
+        if draw < 0.25:
+            wrong = mistakes.wrong(c.gold)[1]
+            if not c.env.valid(wrong):
+                replacement, verdict = wrong, {"verdict": "reject", "reason": "inconsistent"}
+        elif draw < 0.55:
+            replacement = mistakes.leak(c.gold)[1]
+            if verify_leaks:
+                verdict = {"verdict": "reject", "reason": "leak"}
+        evidence, proposed = self._evidence(c)
+        prompts = self._prompts(verify_leaks=verify_leaks)
+        text = prompts.verifier(evidence, proposed, self._text(replacement), c.env.role_rules())
+        return self._role(c, text, _json({"expected": describe(c.gold)} | verdict))
+
+    def _prompts(self, **switches: bool) -> RolePrompts:
+        key = tuple(sorted(switches.items()))
+        cache = self.__dict__.setdefault("_prompts_by_switch", {})
+        if key not in cache:
+            cache[key] = RolePrompts(self._style, **switches)
+        return cache[key]
+
+    def _evidence(self, context: Context) -> tuple[str, str]:
+        return context.env.evidence().text, self._text(context.proposed)
+
+    def _text(self, turn: AssistantTurn) -> str:
+        """A turn as the roles read it: without its end token."""
+        return self._chat.decode(self._chat.encode_turn(turn)[:-1])
+
+    def _role(self, context: Context, message: str, answer: AssistantTurn | str) -> tuple[list[int], list[float]]:
+        prompt = self._chat.ask(context.prompt_ids, message)
+        ids = self._chat.encode_text(answer) if isinstance(answer, str) else self._chat.encode_turn(answer)
+        kept = len(context.prompt_ids) - len(self._chat.generation_prompt)
+        weights = [*context.weights[:kept], *[self._text_weight] * (len(prompt) - kept), *[1.0] * len(ids)]
+        return [*prompt, *ids], weights
+
+
+def _json(answer: dict[str, Any]) -> str:
+    return json.dumps(answer, ensure_ascii=False)
