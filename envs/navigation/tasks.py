@@ -184,7 +184,7 @@ def _draw(
         anchor, count = rng.choice(anchors), rng.randint(*config.places)
         near = {c: pool.near(c, anchor, config.anchor_radius_km) for c in classes}
         places = _pick(rng, near, count)
-        reason = _implausible(config, kind, places, near, map)
+        reason = _implausible(config, kind, places, map)
         if reason is None and tuple(p.id for p in places) in seen:
             reason = "task drawn before"
         if reason is None:
@@ -205,9 +205,7 @@ def _pick(rng: random.Random, near: Mapping[str, Sequence[Place]], count: int) -
     return places if len(places) == count else []
 
 
-def _implausible(
-    config: NavigationConfig, kind: str, places: Sequence[Place], near: Mapping[str, Sequence[Place]], map: Map
-) -> str | None:
+def _implausible(config: NavigationConfig, kind: str, places: Sequence[Place], map: Map) -> str | None:
     """Why a drawn set of places makes no task, or None."""
     if not places:
         return "too few places near the anchor"
@@ -215,7 +213,7 @@ def _implausible(
         drawn = {classify(map, p, config.candidates) for p in places}
         if drawn in ({"easy"}, {"hard"}):
             return "not mixed"
-    pairs = ((_pair_problem(config, a, b, map)) for a, b in itertools.combinations(places, 2))
+    pairs = (_pair_problem(config, a, b, map) for a, b in itertools.combinations(places, 2))
     return next((problem for problem in pairs if problem), None)
 
 
