@@ -25,7 +25,7 @@ import numpy as np
 
 from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
-from rti_jax.engine import GenerateRequest, GenerateResult, clip_max_tokens
+from rti_jax.engine import GenerateRequest, GenerateResult, admit, text_config
 from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.loop_thread import LoopThread
 
@@ -45,6 +45,7 @@ class ServerEngine:
     def __init__(self, model_path: str | os.PathLike, config: Config):
         self.version = 0
         self.dtype = config.model.dtype
+        self.vocab_size = text_config(pathlib.Path(model_path))["vocab_size"]
         self._expected = weight_sync.expected_shapes(pathlib.Path(model_path))
         self._weights_dir = config.engine.weights_dir
         self._urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine.urls]
@@ -100,7 +101,7 @@ class ServerEngine:
         body = {
             "model": self._model,
             "prompt": list(request.prompt_ids),
-            "max_tokens": clip_max_tokens(request, self.max_context),
+            "max_tokens": admit(request, self.max_context, self.vocab_size),
             "temperature": request.temperature,
             "seed": request.seed,
             "stop_token_ids": list(request.stop_token_ids),

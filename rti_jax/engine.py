@@ -144,13 +144,16 @@ class VLLMEngine:
             raise
         self._processes = set(multiprocessing.active_children()) - before
         self.max_context = self._llm.model_config.max_model_len
+        self.vocab_size = self._llm.model_config.get_vocab_size()
         self._lock = asyncio.Lock()  # belongs to the engine's loop
         self._finalizer = weakref.finalize(self, _shutdown, self._llm, self._loop, self._processes)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._check_alive()
         return await self._loop.wrap(self._generate(request))
 
     async def update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
+        self._check_alive()
         return await self._loop.wrap(self._update_weights(tensors, version))
 
     async def close(self) -> None:
@@ -166,9 +169,8 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._check_alive()
         params = SamplingParams(
-            max_tokens=clip_max_tokens(request, self.max_context),
+            max_tokens=admit(request, self.max_context, self.vocab_size),
             temperature=request.temperature,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
@@ -247,13 +249,23 @@ class VLLMEngine:
             raise EngineError(f"vLLM refused a request: {error}") from error
 
 
-def clip_max_tokens(request: GenerateRequest, max_context: int) -> int:
-    """Tokens to ask for: request.max_tokens, or what the context leaves; ContextLengthError if that is nothing."""
-    room = max_context - len(request.prompt_ids)
+def admit(request: GenerateRequest, max_context: int, vocab_size: int) -> int:
+    """Checks a request before an engine sees it; returns the tokens to ask for.
+
+    Returns:
+      request.max_tokens, or what the context leaves.
+
+    Raises:
+      ContextLengthError: the context leaves nothing. EngineError: an empty prompt, or an id outside the vocabulary
+        (which would end vLLM's engine: it has no tokenizer to check by).
+    """
+    ids, room = request.prompt_ids, max_context - len(request.prompt_ids)
     if room < 1:
         raise ContextLengthError(
-            f"a {request.role} prompt of {len(request.prompt_ids)} tokens leaves no room in a context of {max_context}"
+            f"a {request.role} prompt of {len(ids)} tokens leaves no room in a context of {max_context}"
         )
+    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        raise EngineError(f"a {request.role} prompt is empty or has ids outside the vocabulary of {vocab_size}")
     return min(request.max_tokens, room)
 
 
@@ -287,8 +299,7 @@ async def _start(model_path: pathlib.Path, config: Config):
 
 def engine_args(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments: ours, overridden by config.engine.args key by key."""
-    model = json.loads((model_path / "config.json").read_text())
-    text = model.get("text_config", model)
+    text = text_config(model_path)
     length = min(config.sampling.max_context, text.get("max_position_embeddings", config.sampling.max_context))
     sequences = min(config.rollout.concurrency, MAX_SEQUENCES)
     args: dict[str, Any] = {
@@ -312,6 +323,12 @@ def engine_args(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> di
         args["gpu_memory_utilization"] = config.engine.memory_fraction
     args |= config.engine.args
     return args
+
+
+def text_config(model_path: pathlib.Path) -> dict[str, Any]:
+    """config.json of a model folder; of a multimodal model the part of its language model."""
+    model = json.loads((model_path / "config.json").read_text())
+    return model.get("text_config", model)
 
 
 def _cache_bytes(text: Mapping[str, Any], tokens: int, dtype: str) -> int:

@@ -14,6 +14,7 @@ class LoopThread:
 
     def __init__(self):
         self._loop = asyncio.new_event_loop()
+        self._stopped = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rti_jax engine", daemon=True)
         self._thread.start()
 
@@ -22,11 +23,15 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def wrap(self, coroutine: Coroutine) -> Any:
-        """Runs to the end; a cancellation of the caller cancels it there."""
+        """Runs to the end; a cancellation of the caller cancels it there. RuntimeError after stop()."""
+        if self._stopped:
+            coroutine.close()
+            raise RuntimeError("closed")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def stop(self) -> None:
         """Cancels what runs, and ends the thread."""
+        self._stopped = True
         if self._thread.is_alive():
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_SECONDS)

@@ -146,3 +146,30 @@ def make_qwen3(
     if tokenizer:
         byte_tokenizer().save_pretrained(path)
     return path
+
+
+def reference_logprobs(path, prompt_ids, response_ids, temperature: float = 1.0):
+    """transformers' float32 log-probabilities of the response's tokens, as a numpy array of its length."""
+    return ReferenceModel(path).logprobs(prompt_ids, response_ids, temperature)
+
+
+class ReferenceModel:
+    """transformers' own Qwen3 in float32, loaded once."""
+
+    def __init__(self, path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+
+    def logits(self, ids):
+        """[T, V] float32 torch tensor for one sequence of ids."""
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.tensor([list(ids)])).logits[0].float()
+
+    def logprobs(self, prompt_ids, response_ids, temperature: float = 1.0):
+        """Log-probabilities of the response's tokens at `temperature`, numpy [len(response_ids)]."""
+        logits = self.logits((*prompt_ids, *response_ids))[len(prompt_ids) - 1 : -1]
+        table = (logits / temperature).log_softmax(-1)
+        return table[range(len(response_ids)), list(response_ids)].numpy()
