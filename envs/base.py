@@ -116,6 +116,20 @@ class Evidence:
 class EnvironmentError(Exception):
     """The environment itself failed (not the policy): the episode is an `environment_error`, never reward 0."""
 
+    status: ClassVar[str] = "environment_error"  # value of rti_jax.types.Status that the episode ends with
+
+
+class UserError(EnvironmentError):
+    """The simulated user failed."""
+
+    status = "user_error"
+
+
+class JudgeError(EnvironmentError):
+    """The judge that scores an episode failed."""
+
+    status = "judge_error"
+
 
 class EnvironmentConfig(pydantic.BaseModel):
     """Base of an environment's own keys under `env:` in a config; unknown keys are errors."""

@@ -199,8 +199,9 @@ class Chat:
         return ids[: len(ids) - ids[::-1].index(self.end_id)] if self.end_id in ids else (*ids, self.end_id)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Ids of a turn written by another model as plain text, encoded once, end token included."""
-        return (*self.tokenizer.encode(text, add_special_tokens=False), self.end_id)
+        """Ids of a turn written by another model as plain text, encoded once, up to its one end token."""
+        ids, _ = self._without_stop(self.tokenizer.encode(text, add_special_tokens=False))
+        return (*ids, self.end_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""

@@ -20,6 +20,7 @@ from envs.base import Evidence, Message
 from rti_jax.chat import Chat, ParsedTurn
 from rti_jax.config import ConfigError, RoleConfig, RTIConfig, SamplingConfig
 from rti_jax.engine import Engine, GenerateRequest
+from rti_jax.rollout import TurnView
 from rti_jax.types import RejectReason
 
 ROLES = ("validator", "corrector", "verifier")
@@ -39,17 +40,6 @@ class Endpoint(Protocol):
         max_tokens: int,
         seed: int | None = None,
     ) -> str: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class TurnView:
-    """h_t: what is visible when a turn is played. Everything a role knows beside evidence and proposals."""
-
-    turn_id: str
-    index: int
-    prompt_ids: tuple[int, ...]
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +193,11 @@ class Roles:
         text = self.prompts.verifier(evidence.text, proposed, replacement, rules)
         answer = await self._answer("verifier", view, text, seed)
         return read_verifier(answer, self.config.verify_leaks), answer
+
+    def pop_usage(self) -> dict[str, RoleUsage]:
+        """What each role has cost since the last call."""
+        usage, self.usage = self.usage, {role: RoleUsage() for role in ROLES}
+        return usage
 
     async def _answer(self, role: str, view: TurnView, message: str, seed: int) -> str:
         """A judge's answer after its thinking."""

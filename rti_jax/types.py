@@ -129,7 +129,8 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """An episode. `reward` is None exactly if the status is not a valid one.
+    """An episode. `reward` is None exactly if it is no member of its group's statistics: after an error of the
+    infrastructure, or truncated, where that is no failure (rollout.truncated_is_failure) or came before any turn.
 
     Attributes:
       id: unique within the run.
@@ -150,10 +151,15 @@ class Trajectory:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        if self.status.valid != (self.reward is not None):
+        if self.status.valid != self.valid and self.status is not Status.TRUNCATED:
             raise ValueError(f"trajectory {self.id}: status {self.status} with reward {self.reward}")
-        if self.status.valid and not self.turns:
+        if self.valid and not self.turns:
             raise ValueError(f"trajectory {self.id}: a {self.status} needs at least one turn")
+
+    @property
+    def valid(self) -> bool:
+        """Whether it counts in its group's statistics."""
+        return self.reward is not None
 
     @property
     def success(self) -> bool:
@@ -236,7 +242,7 @@ class Group:
     @property
     def valid(self) -> tuple[Trajectory, ...]:
         """Members that have a reward; the others are out of the statistics."""
-        return tuple(t for t in self.trajectories if t.status.valid)
+        return tuple(t for t in self.trajectories if t.valid)
 
     @property
     def all_failed(self) -> bool:

@@ -1,0 +1,139 @@
+"""Environments by name or import path, and which of their tasks a step plays."""
+
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pydantic
+
+from envs.base import Environment, EnvironmentConfig, Task
+from rti_jax.config import ConfigError, EnvConfig
+from rti_jax.config_errors import explain
+from rti_jax.seeds import derive_seed
+
+BUILT_IN = {
+    "navigation": "envs.navigation:Navigation",
+    "tau2": "envs.tau2:Tau2",
+    "claw_eval": "envs.claw_eval:ClawEval",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentSource:
+    """An environment's class with its checked keys: makes one instance per episode, and lists tasks."""
+
+    cls: type[Environment]
+    config: EnvironmentConfig
+    max_turns: int
+
+    def make(self) -> Environment:
+        return self.cls(self.config, self.max_turns)
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique."""
+        try:
+            tasks = list(self.cls.tasks(self.config, split))
+        except ValueError as error:
+            raise ConfigError(f"env.split={split}: {error}") from error
+        if not tasks:
+            raise ConfigError(f"env.split={split}: {self.cls.__name__} has no tasks there")
+        if len({t.id for t in tasks}) != len(tasks):
+            raise ConfigError(f"env.split={split}: the tasks of {self.cls.__name__} have ids that are not unique")
+        return tasks
+
+
+def environment_source(config: EnvConfig) -> EnvironmentSource:
+    """The environment that `env:` of a config names, its own keys checked by its `Config` class.
+
+    Raises:
+      ConfigError: for an environment that cannot be imported, or keys that it does not know.
+    """
+    cls = load_environment(config.name)
+    try:
+        own = cls.Config(**config.own)
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, cls.Config, prefix="env.")) from error
+    return EnvironmentSource(cls, own, config.max_turns)
+
+
+def load_environment(name: str) -> type[Environment]:
+    """The class of a built-in environment ("navigation"), or of "package.module:Class" (also from the current folder).
+
+    Raises:
+      ConfigError: one line that says what is wrong with the name.
+    """
+    module_name, colon, attribute = BUILT_IN.get(name, name).partition(":")
+    if not (colon and module_name and attribute):
+        close = difflib.get_close_matches(name, BUILT_IN, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"built in: {', '.join(BUILT_IN)}"
+        raise ConfigError(f"env.name={name}: neither built in nor an import path (package.module:Class); {meant}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # a console script does not see the user's folder
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module does when it is imported
+        missing = isinstance(error, ModuleNotFoundError) and error.name and module_name.startswith(error.name)
+        if missing and name in BUILT_IN:
+            raise ConfigError(f"env.name={name}: this environment is not available in this installation") from error
+        cause = f"no module {error.name}" if missing else f"importing {module_name}: {type(error).__name__}: {error}"
+        raise ConfigError(f"env.name={name}: {cause}") from error
+    cls = getattr(module, attribute, None)
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        what = "has no" if cls is None else "is not a subclass of envs.base.Environment:"
+        raise ConfigError(f"env.name={name}: {module_name} {what} {attribute}")
+    return cls
+
+
+def sample_tasks(
+    tasks: Sequence[Task], step: int, n: int, seed: int, mix: Mapping[str, float] | None = None
+) -> list[Task]:
+    """The n tasks of a step; a function of its arguments alone, so a resumed run draws what an unbroken one would.
+
+    Each kind is a stream of permutations, one an epoch, of its tasks; a step takes its next ones. A kind's share of n
+    is rounded by largest remainder, the same in every step. Without a mix all tasks are one stream.
+
+    Raises:
+      ConfigError: for a mix that names an unknown kind, or gives a wanted kind no task in a step.
+    """
+    if not mix:
+        return _take(list(tasks), step * n, n, seed, "")
+    by_kind: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_kind.setdefault(task.kind, []).append(task)
+    counts = _split(mix, n, by_kind)
+    return [t for kind, m in counts.items() for t in _take(by_kind[kind], step * m, m, seed, kind)]
+
+
+def _take(tasks: Sequence[Task], start: int, count: int, seed: int, kind: str) -> list[Task]:
+    """Positions [start, start + count) of the endless sequence of epochs."""
+    orders: dict[int, np.ndarray] = {}
+    taken = []
+    for position in range(start, start + count):
+        epoch, place = divmod(position, len(tasks))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng(derive_seed(seed, "tasks", kind, epoch)).permutation(len(tasks))
+        taken.append(tasks[orders[epoch][place]])
+    return taken
+
+
+def _split(mix: Mapping[str, float], n: int, kinds: Mapping[str, Sequence[Task]]) -> dict[str, int]:
+    wanted = {k: share for k, share in mix.items() if share != 0}
+    for kind, share in wanted.items():
+        if kind not in kinds:
+            raise ConfigError(f"rollout.mix: no tasks of kind {kind!r}; kinds here: {', '.join(sorted(kinds))}")
+        if not share > 0 or share == float("inf"):
+            raise ConfigError(f"rollout.mix: the share of {kind} is {share}, not a positive number")
+    if not wanted:
+        raise ConfigError("rollout.mix gives every kind a share of 0")
+    total = sum(wanted.values())
+    counts = {k: int(n * share / total + 1e-9) for k, share in wanted.items()}
+    by_remainder = sorted(wanted, key=lambda k: (counts[k] - n * wanted[k] / total, k))
+    for kind in by_remainder[: n - sum(counts.values())]:
+        counts[kind] += 1
+    if empty := [k for k, count in counts.items() if not count]:
+        raise ConfigError(f"rollout.mix: a step of {n} tasks has none of kind {empty[0]}; raise groups_per_step")
+    return counts

@@ -1,0 +1,70 @@
+"""What the intervention did in a step, counted from its records."""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+
+from rti_jax.gate import GateReason
+from rti_jax.intervention import triggered
+from rti_jax.roles import RoleUsage
+from rti_jax.types import Group, IntervenedRollout, RejectReason
+
+
+def statistics(groups: Sequence[Group], usage: Mapping[str, RoleUsage] | None = None) -> dict[str, float]:
+    """Counters by metric name, all present even where 0.
+
+    Args:
+      groups: as `intervene` returned them. usage: of the roles since the last step.
+    """
+    attempts = [a for g in groups for a in g.attempts]
+    turns = [i for a in attempts for i in a.interventions]
+    proposals = [p for i in turns for p in i.proposals]
+    rejected = collections.Counter(p.rejected for p in proposals if p.rejected)
+    counts = {
+        "groups_triggered": sum(bool(g.attempts) or triggered(g) for g in groups),
+        "attempts": len(attempts),
+        "attempts_in_error": sum(not a.trajectory.status.valid for a in attempts),
+        "turns_validated": len(turns),
+        "turns_flagged": sum(i.flagged for i in turns),
+        "validator_unreadable": sum(not i.readable for i in turns),
+        "proposals": len(proposals),
+        "accepted": sum(p.rejected is None for p in proposals),
+        "leak_guard_found": sum(p.rejected not in _FORM and bool(p.detail) for p in proposals),
+        **{f"rejected_{reason.value}": rejected[reason] for reason in RejectReason},
+        **_outcomes(attempts),
+        "replaced": sum(g.replaced is not None for g in groups),
+        **_perplexities(attempts),
+    }
+    for role, cost in (usage or {}).items():
+        counts |= {
+            f"{role}_calls": cost.calls,
+            f"{role}_prompt_tokens": cost.prompt_tokens,
+            f"{role}_tokens": cost.tokens,
+            f"{role}_seconds": cost.seconds,
+        }
+    return {f"rti/{name}": float(value) for name, value in counts.items()}
+
+
+_FORM = (RejectReason.MALFORMED, RejectReason.UNCHANGED)  # whose detail is not the leak guard's
+
+
+def _outcomes(attempts: Sequence[IntervenedRollout]) -> dict[str, int]:
+    reasons = collections.Counter(a.decision.reason for a in attempts if a.decision)
+    return {
+        "successes": sum(a.trajectory.success for a in attempts),
+        "successes_uncorrected": sum(a.trajectory.success and not a.trajectory.corrected_turns for a in attempts),
+        "gate_admitted": reasons[GateReason.ADMITTED],
+        "gate_rejected": reasons[GateReason.PERPLEXITY] + reasons[GateReason.NON_FINITE],
+    }
+
+
+def _perplexities(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
+    """Means over corrected turns of successes, before the gate and of those it admitted; NaN where there is none."""
+    decided = [a.decision for a in attempts if a.decision and a.decision.perplexities]
+    before = [p for d in decided for p in d.perplexities]
+    admitted = [p for d in decided if d.admitted for p in d.perplexities]
+    return {"perplexity_before_gate": _mean(before), "perplexity_admitted": _mean(admitted)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,274 @@
+"""Tasks → episodes → groups of trajectories, with token ids as they were sampled.
+
+An episode is a fresh environment played turn by turn: h_t, the policy's turn, the environment's answer, h_{t+1}. What
+goes wrong in it becomes data here and nowhere else: a policy's mistakes are failures or tool errors, errors of the
+infrastructure are their own statuses, retried and never reward 0. Only a dead engine, a user's mistake or a bug ends
+the run.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from envs import base as env_base
+from envs.base import Environment, Message, Task
+from rti_jax.chat import Chat, ParsedTurn
+from rti_jax.config import Config, SamplingConfig
+from rti_jax.engine import Engine, GenerateRequest
+from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
+from rti_jax.environments import EnvironmentSource, environment_source, load_environment, sample_tasks
+from rti_jax.limits import CLOSE_SECONDS, EpisodeTimeout, run_bounded, within
+from rti_jax.seeds import derive_seed
+from rti_jax.types import Group, Status, Trajectory, Turn
+
+__all__ = [
+    "Player",
+    "Seat",
+    "TurnView",
+    "environment_source",
+    "load_environment",
+    "sample_tasks",
+]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """An episode's place in the run, which names it and seeds everything that is sampled in it."""
+
+    seed: int
+    step: int
+    group_id: str
+    member: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.group_id}/{self.member}"
+
+    def seed_of(self, turn: int, role: str) -> int:
+        return derive_seed(self.seed, self.step, self.group_id, self.member, turn, role)
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnView:
+    """h_t: everything that is visible when a turn is played."""
+
+    turn_id: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+
+
+Revise = Callable[[TurnView, Turn, ParsedTurn], Awaitable[tuple[Turn, ParsedTurn]]]
+Reviser = Callable[[Environment], Revise]  # called once per attempt at an episode
+
+
+class Player:
+    """Plays episodes of one environment with one policy.
+
+    Args:
+      config: `rollout`, `sampling` and `seed` are read.
+    """
+
+    def __init__(self, source: EnvironmentSource, chat: Chat, engine: Engine, config: Config):
+        self.source = source
+        self.chat = chat
+        self.engine = engine
+        self.config = config
+
+    async def collect(
+        self,
+        tasks: Sequence[Task],
+        group_size: int | None = None,
+        *,
+        step: int,
+        stream: str = "train",
+        sampling: SamplingConfig | None = None,
+        on_episode: Callable[[Trajectory], None] | None = None,
+    ) -> list[Group]:
+        """Plays every task `group_size` times, all at once up to `rollout.concurrency`; one group per task, in order.
+
+        Args:
+          group_size: None is `rollout.group_size`.
+          stream: names groups and separates random streams, e.g. of training and evaluation.
+          sampling: None is the config's.
+          on_episode: told of each finished episode.
+        """
+        size = group_size or self.config.rollout.group_size
+        seats = [
+            (task, Seat(self.config.seed, step, f"{stream}/{step}/{i}", member))
+            for i, task in enumerate(tasks)
+            for member in range(size)
+        ]
+
+        async def play(task: Task, seat: Seat) -> Trajectory:
+            trajectory = await self.play(task, seat, sampling=sampling)
+            if on_episode:
+                on_episode(trajectory)
+            return trajectory
+
+        played = await run_bounded([lambda t=t, s=s: play(t, s) for t, s in seats], self.config.rollout.concurrency)
+        groups = [played[i : i + size] for i in range(0, len(played), size)]
+        return [Group(g[0].group_id, g[0].task_id, tuple(g)) for g in groups]
+
+    async def play(
+        self, task: Task, seat: Seat, *, sampling: SamplingConfig | None = None, reviser: Reviser | None = None
+    ) -> Trajectory:
+        """One episode, played again up to `rollout.retries` times after an error of the infrastructure.
+
+        A repetition has the same seeds: it is the same episode, not a selected one.
+
+        Args:
+          reviser: makes the function that may replace each turn before the environment sees it.
+        """
+        retries = 0
+        while True:
+            trajectory = await self._attempt(task, seat, sampling or self.config.sampling, reviser)
+            if trajectory.status.valid or retries == self.config.rollout.retries:
+                break
+            retries += 1
+        return dataclasses.replace(trajectory, info=trajectory.info | {"retries": retries}) if retries else trajectory
+
+    async def _attempt(self, task: Task, seat: Seat, sampling: SamplingConfig, reviser: Reviser | None) -> Trajectory:
+        episode = Episode(task, seat, self.chat, self.engine, sampling)
+        seconds = self.config.rollout.episode_timeout
+        try:
+            status, reward, info = await within(seconds, episode.play(self.source, reviser))
+        except EpisodeTimeout:
+            status, reward, info = Status.TIMEOUT, None, {"error": f"not finished after {seconds:g} s"}
+        except env_base.EnvironmentError as error:
+            status, reward, info = Status(error.status), None, {"error": str(error)}
+        except EngineDiedError:
+            raise
+        except EngineError as error:  # one request that failed, of the policy or of a role's endpoint
+            status, reward, info = Status.ENVIRONMENT_ERROR, None, {"error": f"engine: {error}"}
+        if status is Status.TRUNCATED and not (self.config.rollout.truncated_is_failure and episode.turns):
+            reward = None
+        return Trajectory(
+            id=seat.id,
+            group_id=seat.group_id,
+            member=seat.member,
+            task_id=task.id,
+            turns=tuple(episode.turns),
+            status=status,
+            reward=reward,
+            messages=tuple(episode.messages),
+            info=info,
+        )
+
+
+class Episode:
+    """One episode in progress; what it has so far outlives its cancellation."""
+
+    def __init__(self, task: Task, seat: Seat, chat: Chat, engine: Engine, sampling: SamplingConfig):
+        self.task = task
+        self.seat = seat
+        self.chat = chat
+        self.engine = engine
+        self.sampling = sampling
+        self.turns: list[Turn] = []
+        self.messages: list[Message] = []  # for viewers and endpoints
+        self._written: list[Message] = []  # the same with assistant turns as they were written, for a fresh render
+
+    async def play(self, source: EnvironmentSource, reviser: Reviser | None) -> tuple[Status, float | None, dict]:
+        """Plays to the end and closes the environment, whatever happens; returns (status, reward, info)."""
+        environment = None
+        try:
+            environment = await _guarded(_make(source))
+            return await self._play(environment, reviser(environment) if reviser else None)
+        except ContextLengthError as error:
+            return Status.TRUNCATED, 0.0, {"error": str(error)}
+        finally:
+            if environment:
+                await _close(environment)
+
+    async def _play(self, environment: Environment, revise: Revise | None) -> tuple[Status, float | None, dict]:
+        start = await _guarded(environment.reset(self.task))
+        tools = tuple(start.tools)
+        self._show(start.messages)
+        prompt_ids = self.chat.start(self._written, tools)
+        for index in range(environment.max_turns):
+            room = self.sampling.max_context - len(prompt_ids)
+            if room < 1:
+                limit = self.sampling.max_context
+                return Status.TRUNCATED, 0.0, {"error": f"a prompt of {len(prompt_ids)} tokens in a context of {limit}"}
+            view = TurnView(f"{self.seat.id}/{index}", index, prompt_ids, tuple(self.messages), tools)
+            turn, parsed = await self._sample(view, room)
+            if revise:
+                turn, parsed = await revise(view, turn, parsed)
+            self.turns.append(turn)
+            self.messages.append(parsed.as_message())
+            result = await _guarded(environment.step(parsed.turn))
+            history = [*self._written, parsed.as_written()]
+            self._written = [*history, *result.messages]
+            self.messages.extend(result.messages)
+            if result.done:
+                break
+            if not result.messages:
+                raise env_base.EnvironmentError("the environment answered a turn with nothing and is not done")
+            prompt_ids = self.chat.extend(prompt_ids, turn.response_ids, result.messages, tools, history)
+        return self._outcome(await _guarded(environment.score()))
+
+    async def _sample(self, view: TurnView, room: int) -> tuple[Turn, ParsedTurn]:
+        result = await self.engine.generate(
+            GenerateRequest(
+                prompt_ids=view.prompt_ids,
+                max_tokens=min(self.sampling.max_tokens, room),
+                temperature=self.sampling.temperature,
+                seed=self.seat.seed_of(view.index, "policy"),
+                stop_token_ids=self.chat.stop_ids,
+            )
+        )
+        turn = Turn(
+            id=view.turn_id,
+            prompt_ids=view.prompt_ids,
+            response_ids=tuple(result.ids),
+            sampler_logprobs=tuple(result.logprobs),
+            finish_reason=result.finish_reason,
+            policy_version=result.policy_version,
+        )
+        return turn, self.chat.parse(view.prompt_ids, turn.response_ids, view.tools)
+
+    def _show(self, messages: Sequence[Message]) -> None:
+        self.messages.extend(messages)
+        self._written.extend(messages)
+
+    def _outcome(self, outcome: env_base.Outcome) -> tuple[Status, float | None, dict]:
+        """The environment's score; a failure whose last response was cut at the token limit is truncated."""
+        try:
+            status = Status(outcome.status)
+        except ValueError:
+            raise env_base.EnvironmentError(f"score() gave the unknown status {outcome.status!r}") from None
+        if not status.valid:
+            return status, None, dict(outcome.info)
+        if outcome.reward is None or not math.isfinite(outcome.reward):
+            raise env_base.EnvironmentError(f"score() gave {outcome.status} with reward {outcome.reward}")
+        if status is Status.FAILURE and self.turns[-1].finish_reason == "length":
+            status = Status.TRUNCATED
+        return status, float(outcome.reward), dict(outcome.info)
+
+
+async def _make(source: EnvironmentSource) -> Environment:
+    return source.make()
+
+
+async def _guarded(call: Awaitable[T]) -> T:
+    """An environment's call; whatever it raises is an error of that environment."""
+    try:
+        return await call
+    except env_base.EnvironmentError:
+        raise
+    except Exception as error:
+        raise env_base.EnvironmentError(f"{type(error).__name__}: {error}") from error
+
+
+async def _close(environment: Environment) -> None:
+    try:
+        await within(CLOSE_SECONDS, environment.close())
+    except (Exception, EpisodeTimeout) as error:  # the episode's result stands
+        logger.warning("closing %s: %s: %s", type(environment).__name__, type(error).__name__, error)
