@@ -1,13 +1,20 @@
 """Per-token log-probabilities: the only place where predictions and tokens are shifted against each other.
 
 `token_logprobs` turns hidden states into log-probabilities that are aligned with the tokens (see `TrainBatch`): the
-value at [b, t] is log p(tokens[b, t] | earlier tokens of its segment).
+value at [b, t] is log p(tokens[b, t] | earlier tokens of its segment). `Scorer` does that for rows of any length.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rti_jax.packing import plan_microbatches
 
 CHUNK_BYTES = 2**28  # of float32 logits held at a time, at most
 CHUNK_TOKENS = 2048  # small vocabularies: larger chunks fall out of the CPU's caches
@@ -113,3 +120,108 @@ def _backward(columns, entropy, saved, cotangents):
 
 
 _fused.defvjp(_forward, _backward)
+
+
+Row = tuple[Sequence[int], Sequence[int]]  # prompt ids, response ids
+
+
+class Scorer:
+    """Log-probabilities of responses given prompts, for rows of any length, with few compiled programs.
+
+    Rows are packed into lines of a few lengths (see packing.py); a row that is longer than the longest bucket gets a
+    line of the next power of two.
+    """
+
+    BUCKETS = (256, 1024, 4096)
+    TOKENS = 8192  # of one batch; a longer row is a batch of its own
+
+    def __init__(
+        self, model: Any, mesh: Mesh | None = None, temperature: float = 1.0, buckets: Sequence[int] | None = None
+    ):
+        """
+        Args:
+          model: models.hf.LanguageModel, or anything with its `hidden` and `head`.
+          mesh: the mesh that the parameters live on; lines are split over its axes data and fsdp.
+          temperature: of the distribution whose log-probabilities are wanted.
+          buckets: line lengths.
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
+        self.temperature, self.mesh = temperature, mesh
+        self.compilations = 0  # traced programs so far
+        self._buckets = tuple(sorted(buckets or self.BUCKETS))
+        axes = [a for a in ("data", "fsdp") if mesh is not None and a in mesh.axis_names]
+        self._sharding = NamedSharding(mesh, PartitionSpec(tuple(axes))) if mesh is not None else None
+        self._multiple = int(np.prod([mesh.shape[a] for a in axes], dtype=int)) if mesh is not None else 1
+
+        @jax.jit
+        def run(params, tokens, positions, segment_ids, temperature):
+            self.compilations += 1
+            hidden = model.hidden(params, tokens, positions, segment_ids)
+            return token_logprobs(hidden, model.head(params), tokens, segment_ids, temperature)[0]
+
+        self._run = run
+
+    def score(
+        self, params: Any, rows: Sequence[Row], progress: Callable[[int, int], None] | None = None
+    ) -> list[np.ndarray]:
+        """log p(response | prompt) of every row, one float32 array [len(response)] per row, in order.
+
+        Args:
+          params: the model's parameters.
+          rows: (prompt ids, response ids); the prompt must not be empty, because a first token has no prediction. On
+            several hosts every process passes the same rows.
+          progress: called as progress(rows done, rows in all).
+
+        Raises ValueError that names the first row with an empty prompt.
+        """
+        if empty := [i for i, (prompt, _) in enumerate(rows) if not len(prompt)]:
+            raise ValueError(f"row {empty[0]} has an empty prompt: its first token has no prediction")
+        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        done = 0
+        for shape, lines in self._plan([len(p) + len(r) for p, r in rows]):
+            values = self._values(params, *_arrays(shape, lines, rows))
+            for line, members in zip(values, lines, strict=False):  # further lines are padding
+                start = 0
+                for i in members:
+                    prompt, response = (len(part) for part in rows[i])
+                    results[i] = line[start + prompt : start + prompt + response]
+                    start += prompt + response
+            done += sum(len(members) for members in lines)
+            if progress:
+                progress(done, len(rows))
+        return results
+
+    def _plan(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[list[int]]]]:
+        """(lines, tokens) and the rows of each line, for every batch."""
+        longest = self._buckets[-1]
+        families: dict[tuple[int, ...], list[int]] = {}
+        for i, n in enumerate(lengths):
+            buckets = self._buckets if n <= longest else (1 << (n - 1).bit_length(),)
+            families.setdefault(buckets, []).append(i)
+        plan = []
+        for buckets, members in families.items():
+            lines = max(1, self.TOKENS // buckets[-1])
+            batches = plan_microbatches([lengths[i] for i in members], buckets, lines, self._multiple)
+            plan += [(shape, [[members[j] for j in line] for line in filled]) for shape, filled in batches]
+        return plan
+
+    def _values(self, params, *arrays: np.ndarray) -> np.ndarray:
+        """Aligned log-probabilities [lines, tokens] on the host."""
+        if self._sharding is not None:
+            arrays = tuple(jax.make_array_from_callback(a.shape, self._sharding, a.__getitem__) for a in arrays)
+        values = self._run(params, *arrays, jnp.float32(self.temperature))
+        return np.asarray(values if values.is_fully_addressable else multihost_utils.process_allgather(values, True))
+
+
+def _arrays(shape: tuple[int, int], lines: Sequence[Sequence[int]], rows: Sequence[Row]) -> tuple[np.ndarray, ...]:
+    """tokens, positions and segment_ids int32 [lines, tokens] of packed rows."""
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    for line, members in enumerate(lines):
+        start = 0
+        for segment, i in enumerate(members, 1):
+            ids = (*rows[i][0], *rows[i][1])
+            part = slice(start, start + len(ids))
+            tokens[line, part], positions[line, part], segments[line, part] = ids, np.arange(len(ids)), segment
+            start += len(ids)
+    return tokens, positions, segments
