@@ -41,6 +41,7 @@ async def sync(engine, model, params, version: int) -> int:
     """Brings the learner's `params` to `engine` as `version`; returns the version that the engine confirms.
 
     Args:
+      engine: None on the hosts that have none: gathering the parameters takes all of them.
       model: models.hf.LanguageModel. params: its pytree of float32 master weights.
       version: above every version that the engine has served.
 
@@ -49,34 +50,33 @@ async def sync(engine, model, params, version: int) -> int:
     """
     from models import hf
 
-    return await engine.update_weights(hf.to_hf(model, params), version)
+    tensors = hf.to_hf(model, params)
+    if engine is None:
+        for _ in tensors:
+            pass
+        return version
+    return await engine.update_weights(tensors, version)
 
 
 def expected_shapes(model_path: str | os.PathLike) -> Shapes:
-    """Names and shapes that an update of the model in `model_path` must have, read from the safetensors headers.
+    """Names and shapes that an update of the model in `model_path` must have, from the headers of its safetensors.
 
     A tied model has no `lm_head.weight`, whether or not the folder holds a copy of it.
 
     Raises:
-      EngineError: the folder holds no safetensors.
+      EngineError: the folder holds no weights, or a model that is not supported.
     """
+    from models import checkpoint_folder, hf  # here: this module is also imported in vLLM's processes
+
     folder = pathlib.Path(model_path)
-    shapes: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        header, _ = read_header(file)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    if not shapes:
-        raise EngineError(f"{folder} holds no *.safetensors files, so its tensor names are not known")
+    try:
+        with checkpoint_folder.Reader(folder) as reader:
+            shapes = reader.shapes(ignore=hf.family(checkpoint_folder.read_config(folder)["model_type"]).UNTRAINED)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
     if is_tied(folder):
         shapes.pop(HEAD, None)
     return shapes
-
-
-def read_header(file: pathlib.Path) -> tuple[dict, int]:
-    """A safetensors file's header and the offset of its data (https://github.com/huggingface/safetensors#format)."""
-    with open(file, "rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        return json.loads(stream.read(length)), 8 + length
 
 
 def is_tied(model_path: str | os.PathLike) -> bool:

@@ -45,7 +45,7 @@ def sample(engine, *requests: GenerateRequest):
     async def together():
         return await asyncio.gather(*[engine.generate(r) for r in requests])
 
-    return asyncio.run(asyncio.wait_for(together(), 60))
+    return asyncio.run(asyncio.wait_for(together(), 300))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ class TestSampling:
                 await task
 
         asyncio.run(cancel())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while engine._llm.get_num_unfinished_requests():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     with make_engine({folder!r}, config()) as engine:
         print("engine", *[p.pid for p in multiprocessing.active_children()], flush=True)
         try:
-            time.sleep(60)
+            time.sleep(600)
         except KeyboardInterrupt:
             print("sampled", len(sample(engine, request(0))[0].ids), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -206,19 +206,19 @@ class TestEnd:
         assert len(pids) == 1
         os.killpg(trainer.pid, signal.SIGINT)  # as the terminal does
         assert trainer.stdout.readline().split() == ["sampled", "24"]
-        assert trainer.wait(60) == -signal.SIGKILL
+        assert trainer.wait(300) == -signal.SIGKILL
         wait_until_gone(trainer.pid)
 
     def test_ctrl_c_while_starting_leaves_nothing(self, folder, tmp_path):
         trainer = self.start(folder, tmp_path, "starting")
         assert trainer.stdout.readline() == "starting\n"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(processes(trainer.pid)) < 2:
             assert time.monotonic() < deadline and trainer.poll() is None
             time.sleep(0.05)
         time.sleep(2)  # the engine's process is importing
         os.killpg(trainer.pid, signal.SIGINT)
-        assert trainer.wait(30) != 0
+        assert trainer.wait(300) != 0
         wait_until_gone(trainer.pid)
 
     def test_a_dead_engine_says_so_and_close_ends_everything(self, engine):
@@ -238,7 +238,7 @@ class TestEnd:
             with pytest.raises(EngineDiedError, match="closed"):
                 await engine.generate(request(1))
 
-        asyncio.run(asyncio.wait_for(die(), 60))
+        asyncio.run(asyncio.wait_for(die(), 300))
         assert not [p for p in multiprocessing.active_children() if p.name.startswith("EngineCore")]
 
 
@@ -255,7 +255,7 @@ def processes(group: int) -> list[int]:
     return found
 
 
-def wait_until_gone(group: int, seconds: float = 20) -> None:
+def wait_until_gone(group: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while left := processes(group):
         if time.monotonic() > deadline:
