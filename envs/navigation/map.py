@@ -5,6 +5,7 @@ any map whose coordinates belong to one episode only, so that a policy must copy
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -50,6 +51,7 @@ class Map(Protocol):
         """True if one keyword finds both places."""
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def fold(text: str) -> str:
     """The form in which names are compared: no case, accents or punctuation; "St." is "Saint"."""
     decomposed = unicodedata.normalize("NFKD", text).casefold()

@@ -19,7 +19,7 @@ import numpy as np
 from envs.base import Task
 from envs.navigation import phrasing
 from envs.navigation.config import NavigationConfig
-from envs.navigation.map import EARTH_RADIUS_KM, Map, Place, coordinates, distance_km, fold
+from envs.navigation.map import EARTH_RADIUS_KM, Map, Place, distance_km, fold
 
 SPLITS = ("train", "test", "ood")
 CLASSES = ("easy", "ambiguous", "hard")
@@ -112,6 +112,8 @@ class _Pool:
 
     def __init__(self, places: Mapping[str, list[Place]]):
         self.places = places
+        mixed = [p for c in CLASSES for p in places[c]]
+        self.anchors = {**places, "mixed": mixed}  # by kind of task
         self._radians = {
             c: np.radians([(p.latitude, p.longitude) for p in ps] or [(0.0, 0.0)]) for c, ps in places.items()
         }
@@ -179,7 +181,7 @@ def _draw(
 ) -> list[Place]:
     """Places of one task in order, drawn around a random anchor until nothing speaks against them."""
     classes = [kind] if kind != "mixed" else [c for c in CLASSES if pool.places[c]]
-    anchors = [p for c in classes for p in pool.places[c]]
+    anchors = pool.anchors[kind]
     for _ in range(DRAWS_PER_TASK if anchors else 0):
         anchor, count = rng.choice(anchors), rng.randint(*config.places)
         near = {c: pool.near(c, anchor, config.anchor_radius_km) for c in classes}
@@ -227,8 +229,8 @@ def _pair_problem(config: NavigationConfig, a: Place, b: Place, map: Map) -> str
     if distance_km(a.latitude, a.longitude, b.latitude, b.longitude) < config.min_leg_km:
         return "implausible pair: too near"
     for target, other in ((a, b), (b, a)):
-        shown = {coordinates(p, map.decimals) for p in map.named(other.name)}
-        if coordinates(target, map.decimals) in shown:
+        namesakes = map.named(other.name)
+        if any(p.latitude == target.latitude and p.longitude == target.longitude for p in namesakes):
             return "ambiguous pair: same coordinates"
     return None
 
