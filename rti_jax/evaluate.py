@@ -10,16 +10,24 @@ an infrastructure error are excluded and counted beside every number.
 import asyncio
 import collections
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from envs.base import Task
 from rti_jax import config as config_lib
-from rti_jax import rollout, statistics
-from rti_jax.types import Group
+from rti_jax import rollout, runs, statistics, summary, weight_sync
+from rti_jax.chat import Chat
+from rti_jax.checkpoint import restore_params
+from rti_jax.engine import make_engine
+from rti_jax.environments import environment_source
+from rti_jax.runtime import check_folder, load_policy
+from rti_jax.types import Group, Trajectory
 
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 SAMPLING_STREAM = "eval"  # evaluation draws from a random stream of its own
 
 
@@ -62,11 +70,61 @@ def _scores(rows: Sequence[dict[str, Any]], trials: int, seed: int) -> dict[str,
     return scores
 
 
-async def evaluate(player: rollout.Player, tasks: Sequence[Task], config, on_episode: Callable[[], None] | None = None):
+def check_disjoint(trained: Sequence[Task], evaluated: Sequence[Task]) -> None:
+    """Raises ConfigError if a task is both trained and evaluated."""
+    if both := sorted({t.id for t in trained} & {t.id for t in evaluated}):
+        raise config_lib.ConfigError(
+            f"{len(both)} tasks are both trained (env.split) and evaluated (eval.split), e.g. {both[0]}; "
+            "choose splits that share none"
+        )
+
+
+async def evaluate(
+    player: rollout.Player, tasks: Sequence[Task], config, on_episode: Callable[[Trajectory], None] | None = None
+):
     """Plays every task `eval.trials` times; returns (summary, groups)."""
     temperature = config.eval.temperature
-    sampling = config.sampling if temperature is None else config.sampling.model_copy(update={"temperature": temperature})
+    sampling = (
+        config.sampling if temperature is None else config.sampling.model_copy(update={"temperature": temperature})
+    )
     groups = await player.collect(
         tasks, config.eval.trials, step=0, stream=SAMPLING_STREAM, sampling=sampling, on_episode=on_episode
     )
     return summarize(tasks, groups, config.eval.trials, config.seed), groups
+
+
+def main(config: config_lib.Config, output: pathlib.Path | None = None, step: int | None = None) -> int:
+    """Evaluates `model.path`, or the checkpoint of `step` of the config's run; writes one JSON file."""
+    return asyncio.run(_main(config, output, step))
+
+
+async def _main(config: config_lib.Config, output: pathlib.Path | None, step: int | None) -> int:
+    source = environment_source(config.env)
+    tasks = limited(source.tasks(config.eval.split), config.eval.limit)
+    check_folder(config.model.path)
+    chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking)
+    restored = restore_policy(config, step) if step is not None else None
+    engine = await asyncio.to_thread(make_engine, config.model.path, config)
+    try:
+        if restored:
+            await weight_sync.sync(engine, *restored, version=max(1, step))
+        player = rollout.Player(source, chat, engine, config)
+        with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("episodes", total=len(tasks) * config.eval.trials)
+            result, groups = await evaluate(player, tasks, config, on_episode=lambda _: progress.advance(bar))
+    finally:
+        await engine.close()
+    name = f"{config.eval.split}_{'model' if step is None else f'step_{step:06d}'}.json"
+    path = output or config.run_dir / "evals" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs.write_json(path, {"model": config.model.path, "step": step, "split": config.eval.split, **result})
+    runs.write_groups(path.with_suffix(".jsonl"), groups, {})
+    Console().print(summary.score_table({"": result}))
+    print(f"wrote {path} and its episodes beside it")
+    return 0
+
+
+def restore_policy(config: config_lib.Config, step: int) -> tuple[Any, Any]:
+    """(model, params) of a checkpoint of the config's run."""
+    policy = load_policy(config)
+    return policy.model, restore_params(config.run_dir / "checkpoints", policy.params, step)[1]

@@ -1,0 +1,115 @@
+"""The run folder runs/NAME: config.yaml, metrics.jsonl, trajectories/, checkpoints/, evals/, export/, report.html."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rti_jax import config as config_lib
+from rti_jax import config_diff
+from rti_jax.types import Group, IntervenedRollout, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Paths of a run; nothing here is held open."""
+
+    folder: pathlib.Path
+
+    @property
+    def config(self) -> pathlib.Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def export(self) -> pathlib.Path:
+        return self.folder / "export"
+
+    @property
+    def report(self) -> pathlib.Path:
+        return self.folder / "report.html"
+
+    def evaluation(self, step: int) -> pathlib.Path:
+        """Where the evaluation after `step` updates is kept."""
+        return self.folder / "evals" / f"step_{step:06d}.json"
+
+    def trajectories(self, step: int) -> pathlib.Path:
+        return self.folder / "trajectories" / f"step_{step:06d}.jsonl"
+
+    def finished(self, steps: int) -> bool:
+        """True if `steps` updates were made, evaluated and exported."""
+        return self.evaluation(steps).is_file() and (self.export / "config.json").is_file() and self.report.is_file()
+
+
+def open_run(config: config_lib.Config) -> Run:
+    """Makes the folder, or checks that the run in it may go on under this config.
+
+    Raises:
+      ConfigError: a key that changes the algorithm differs, or the folder is something else's.
+    """
+    run = Run(config.run_dir)
+    if run.config.is_file():
+        old = config_lib.load_config(run.config)
+        config_diff.check_resume(old, config)
+        for difference in config_diff.differences(old, config):
+            print(f"changed since this run was started: {difference}")
+    elif run.folder.is_dir() and any(run.folder.iterdir()):
+        raise config_lib.ConfigError(f"{run.folder} is not empty and holds no run (no config.yaml); give another name=")
+    for folder in ("trajectories", "checkpoints", "evals"):
+        (run.folder / folder).mkdir(parents=True, exist_ok=True)
+    config_lib.save_resolved(config, run.config)
+    return run
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+    """Writes whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(_plain(data), ensure_ascii=False, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[str, float]) -> None:
+    """One line per trajectory, on-policy or intervened, for `rti view` and for whoever looks with jq.
+
+    Lines of intervened rollouts hold what the roles saw, evidence included; nothing here is read by training.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as out:
+        for group in groups:
+            members = [*group.trajectories, *([group.replaced] if group.replaced else [])]
+            intervened = {a.trajectory.id: a for a in group.attempts}
+            extra = [a.trajectory for a in group.attempts if a.trajectory not in members]
+            for trajectory in (*members, *extra):
+                line = _line(trajectory, intervened.get(trajectory.id), advantages.get(trajectory.id))
+                line["replaced"] = trajectory is group.replaced
+                out.write(json.dumps(_plain(line), ensure_ascii=False) + "\n")
+    os.replace(partial, path)
+
+
+def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: float | None) -> dict[str, Any]:
+    line = dataclasses.asdict(trajectory) | {"advantage": advantage}
+    if attempt:
+        line["interventions"] = [dataclasses.asdict(i) for i in attempt.interventions]
+        line["decision"] = dataclasses.asdict(attempt.decision) if attempt.decision else None
+    return line
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types; what is not a finite number becomes null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value

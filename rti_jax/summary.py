@@ -1,0 +1,127 @@
+"""What a step and a run come to: success of the groups, the closing table, export and report."""
+
+import collections
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from envs.base import Task
+from rti_jax import config as config_lib
+from rti_jax import runs
+from rti_jax.types import Group, Status
+
+SCORES = ("pass@1", "pass@4", "pass^4")
+
+
+def group_metrics(groups: Sequence[Group], tasks: Sequence[Task]) -> dict[str, float]:
+    """Success before any intervention, errors and lengths of a step's rollouts."""
+    valid = [t for g in groups for t in g.valid]
+    by_kind = collections.defaultdict(list)
+    for task, group in zip(tasks, groups, strict=True):
+        by_kind[task.kind] += [t.success for t in group.valid]
+    statuses = collections.Counter(t.status for g in groups for t in g.trajectories)
+    metrics = {
+        "rollout/pre_success": _share([t.success for t in valid]),
+        "rollout/pre_solved_groups": _share([any(t.success for t in g.valid) for g in groups]),
+        "rollout/groups": len(groups),
+        "rollout/groups_all_failed": sum(g.all_failed for g in groups),
+        "rollout/groups_all_solved": sum(bool(g.valid) and all(t.success for t in g.valid) for g in groups),
+        "rollout/turns": _share([len(t.turns) for t in valid]),
+        "rollout/tokens": sum(len(turn.response_ids) for t in valid for turn in t.turns),
+    }
+    metrics |= {f"rollout/pre_success_{kind}": _share(wins) for kind, wins in by_kind.items()}
+    metrics |= {f"rollout/{s.value}": statuses[s] for s in Status if s not in (Status.SUCCESS, Status.FAILURE)}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def after(groups: Sequence[Group]) -> dict[str, float]:
+    """Success of the groups that are trained, admitted trajectories included."""
+    valid = [t.success for g in groups for t in g.valid]
+    solved = [any(t.success for t in g.valid) for g in groups]
+    return {"rollout/post_success": _share(valid), "rollout/post_solved_groups": _share(solved)}
+
+
+def _share(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def export_and_report(run: runs.Run, learner: Any) -> None:
+    """Writes the Hugging Face folder and report.html."""
+    from models import hf
+    from rti_jax import report
+
+    hf.save(learner.policy.model, learner.state.params, run.export)
+    report.main([run.folder])
+
+
+def score_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Pass@k and Pass^k by kind of task; one column per result (e.g. before, after)."""
+    table = Table()
+    table.add_column("held-out tasks")
+    table.add_column("score")
+    for name in results:
+        table.add_column(name or "value", justify="right")
+    kinds = next(iter(results.values()))["kinds"]
+    for kind, scores in kinds.items():
+        if kind == "all" and len(kinds) == 2:
+            continue
+        for i, score in enumerate(s for s in SCORES if s in scores):
+            cells = [_cell(r["kinds"].get(kind, {}).get(score)) for r in results.values()]
+            excluded = f", {scores['excluded']} episodes excluded" if scores["excluded"] else ""
+            table.add_row(f"{kind} ({scores['tasks']}{excluded})" if not i else "", score, *cells)
+    return table
+
+
+def _cell(estimate: Mapping[str, float] | None) -> str:
+    if not estimate or estimate["mean"] is None:
+        return "-"
+    return f"{100 * estimate['mean']:.1f}  [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
+
+
+def finished(run: runs.Run, config: config_lib.Config) -> str:
+    """The closing text of a run: what changed, what the intervention did, and what to type next."""
+    console = Console(width=100, record=True, file=_Nowhere())
+    files = {"before": run.evaluation(0), "after": run.evaluation(config.steps)}
+    results = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
+    console.print(f"[bold]{run.folder}[/bold]: {config.steps} steps are done. Percent, with 95% intervals over tasks:")
+    if results:
+        console.print(score_table(results))
+    console.print(_ledger(run.folder / "metrics.jsonl"))
+    console.print(
+        f"Look at {run.report} in a browser; {run.export} is a Hugging Face folder for transformers and vLLM.\n"
+        f"Next: the same budget without intervention, to compare (its own run folder):\n"
+        f"  rti train CONFIG name={config.name}_grpo rti.enabled=false\n"
+        f"This run is complete: more steps with steps={2 * config.steps}, anew with name=another, "
+        f"or remove {run.folder}."
+    )
+    return console.export_text()
+
+
+def _ledger(metrics: pathlib.Path) -> str:
+    """One line on what the groups did, one on what the intervention did."""
+    totals: collections.Counter[str] = collections.Counter()
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    for line in lines:
+        totals.update({k: v for k, v in json.loads(line).items() if isinstance(v, int | float)})
+    text = f"{totals['rollout/groups_all_failed']:.0f} of {totals['rollout/groups']:.0f} groups failed entirely."
+    if "rti/attempts" not in totals:
+        return text + " No intervention (rti.enabled=false)."
+    return (
+        f"{text} Interventions: {totals['rti/attempts']:.0f} episodes tried, {totals['rti/turns_flagged']:.0f} turns "
+        f"flagged, {totals['rti/accepted']:.0f} of {totals['rti/proposals']:.0f} corrections accepted, "
+        f"{totals['rti/successes']:.0f} episodes succeeded, {totals['rti/replaced']:.0f} admitted to their group."
+    )
+
+
+class _Nowhere:
+    """A file that keeps nothing: the console records its own text."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass

@@ -1,0 +1,253 @@
+"""`rti train CONFIG`: the main job.
+
+    rti train configs/quickstart.yaml
+    rti train configs/quickstart.yaml name=quickstart_grpo rti.enabled=false     plain GRPO, same budget
+
+One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/intervention.md):
+
+    tasks -> groups of G trajectories (vLLM, weights version v)
+          -> groups that failed entirely: intervened rollouts, scored by the learner under v, gated, one member replaced
+          -> advantages on the rewards after replacement -> packed micro-batches
+          -> update -> weights version v + 1 to the engine -> metrics, checkpoint
+
+Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
+run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
+"""
+
+import asyncio
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rti_jax import (
+    advantages,
+    batching,
+    evaluate,
+    intervention,
+    intervention_metrics,
+    roles,
+    runs,
+    summary,
+    weight_sync,
+)
+from rti_jax import config as config_lib
+from rti_jax.checkpoint import Checkpoints, restore
+from rti_jax.engine import Engine, GenerateRequest, make_engine
+from rti_jax.environments import environment_source, sample_tasks
+from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
+from rti_jax.logprobs import Scorer
+from rti_jax.metrics import Recorder
+from rti_jax.rollout import Player
+from rti_jax.runtime import Policy, load_policy
+from rti_jax.types import Group, TrainBatch
+
+PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
+
+
+def main(config: config_lib.Config) -> int:
+    """Trains, or goes on with an interrupted run; returns the exit code."""
+    run = runs.open_run(config)
+    if run.finished(config.steps):
+        print(summary.finished(run, config))
+        return 0
+    asyncio.run(_train(config, run))
+    print(summary.finished(run, config))
+    return 0
+
+
+async def _train(config: config_lib.Config, run: runs.Run) -> None:
+    task = asyncio.current_task()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    engine_starts = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
+    try:
+        learner = Learner(config, load_policy(config), run)
+        with Recorder(run.folder, config, learner.step) as recorder:
+            recorder.phase("starting vLLM")
+            await Trainer(config, run, learner, await engine_starts, recorder).run()
+    finally:
+        with contextlib.suppress(Exception):
+            await (await engine_starts).close()
+
+
+class Learner:
+    """The training state with its compiled functions, restored from the run's newest checkpoint if there is one."""
+
+    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run):
+        self.config, self.policy = config, policy
+        total = config.steps * config.optimizer.minibatches
+        optimizer = make_optimizer(config.optimizer, policy.params, total)
+        self.state = init_state(policy.params, optimizer, policy.mesh)
+        self.step = 0
+        if restored := restore(run.checkpoints, self.state):
+            self.state, self.step = restored.state, restored.step
+            print(f"going on from the checkpoint after step {self.step}")
+        recompute = config.loss.behavior == "recompute"
+        self._on_policy = recompute and config.optimizer.minibatches == 1
+        self._recompute = recompute and not self._on_policy
+        self._logprobs = make_logprobs_step(policy.model, config, policy.mesh)
+        self._update = make_update_step(
+            policy.model, config, policy.mesh, optimizer, on_policy=self._on_policy, norms_by_source=config.rti.enabled
+        )
+        self._scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
+        self._reference = load_policy(config).params if config.loss.kl_beta else None
+
+    def score(self, rows: Sequence[intervention.Row]) -> list[np.ndarray]:
+        """Log-probabilities of responses under the current weights, at the rollout temperature."""
+        return self._scorer.score(self.state.params, rows)
+
+    def pack(self, groups: Sequence[Group]) -> list[batching.PackedBatch]:
+        """One packed batch per optimizer step."""
+        return [
+            batching.build(
+                part,
+                self.config,
+                row_multiple=row_multiple(self.policy.mesh),
+                leave_out_flat=not self.config.loss.kl_beta,
+            )
+            for part in batching.split_groups(groups, self.config.optimizer.minibatches)
+        ]
+
+    def update(self, packed: Sequence[batching.PackedBatch]) -> dict[str, float]:
+        """All optimizer steps of a batch; those without a gradient are skipped, in every arm."""
+        batches = [[self._filled(b) for b in p.microbatches] for p in packed]
+        results: list[dict[str, float]] = []
+        for part, microbatches in zip(packed, batches, strict=True):
+            if microbatches and (part.has_gradient or self.config.loss.kl_beta):
+                self.state, metrics = self._update(self.state, microbatches)
+                results.append(metrics)
+        counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
+        return _means([*(p.metrics for p in packed)]) | _means(results) | counts
+
+    def _filled(self, batch: TrainBatch) -> TrainBatch:
+        """Behaviour and reference log-probabilities, before any parameter changes."""
+        if self._recompute:
+            batch = batching.with_behavior(batch, self._logprobs(self.state.params, batch))
+        if self._reference is not None:
+            batch = batching.with_reference(batch, self._logprobs(self._reference, batch))
+        return batch
+
+
+class Trainer:
+    """The loop: what happens in a step, and around the steps."""
+
+    def __init__(self, config: config_lib.Config, run: runs.Run, learner: Learner, engine: Engine, recorder: Recorder):
+        self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
+        self.source = environment_source(config.env)
+        self.tasks = self.source.tasks(config.env.split)
+        self.held_out = evaluate.limited(self.source.tasks(config.eval.split), config.eval.limit)
+        evaluate.check_disjoint(self.tasks, self.held_out)
+        self.player = Player(self.source, learner.policy.chat, engine, config)
+        self._seconds: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step."""
+        config, learner = self.config, self.learner
+        with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep) as checkpoints:
+            if learner.step:
+                await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
+            saved, saved_at = learner.step, time.monotonic()
+            try:
+                await self.evaluate()
+                while learner.step < config.steps:
+                    await self.step()
+                    overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
+                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps:
+                        self.save(checkpoints)
+                        saved, saved_at = learner.step, time.monotonic()
+                    if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
+                        await self.evaluate()
+            except BaseException:
+                if learner.step > saved:
+                    self.save(checkpoints)
+                raise
+        await asyncio.to_thread(summary.export_and_report, self.run_folder, learner)
+
+    async def step(self) -> None:
+        """One step of the algorithm; the learner's step counts up when it is complete."""
+        config, learner, n = self.config, self.learner, self.learner.step
+        self._seconds = {}
+        tasks = sample_tasks(self.tasks, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
+        groups, metrics = await self.roll_out(tasks, n)
+        with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
+            packed = learner.pack(groups)
+            metrics |= learner.update(packed)
+            learner.step = n + 1
+        assigned = advantages.assign_advantages(groups, config.loss.variant).advantages
+        runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
+        try:
+            with self._timed("sync"):
+                if metrics["optimizer/updates"]:
+                    await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
+            with self._timed("probe"):
+                metrics |= await self.probe(groups)
+        finally:
+            self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
+
+    async def roll_out(self, tasks, n: int) -> tuple[list[Group], dict[str, float]]:
+        """Groups of the step after intervention, and their metrics."""
+        config = self.config
+        with self._timed("rollout"), self.recorder.episodes("rollouts", len(tasks) * config.rollout.group_size) as seen:
+            groups = await self.player.collect(tasks, step=n, on_episode=seen)
+        metrics = summary.group_metrics(groups, tasks)
+        if not (config.rti.enabled and config.rti.attempts):
+            return groups, metrics
+        cast = roles.Roles(self.player.chat, self.engine, config.sampling, config.rti, roles.connect(config.rti))
+        waiting = sum(map(intervention.triggered, groups))
+        with self._timed("intervention"), self.recorder.episodes("interventions", waiting) as seen:
+            groups = await intervention.intervene(
+                groups, tasks, self.player, cast, self._score, config, step=n, on_episode=seen
+            )
+        return groups, metrics | summary.after(groups) | intervention_metrics.statistics(groups, cast.usage)
+
+    async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
+        prompts = list({t.turns[0].prompt_ids: None for g in groups for t in g.trajectories if t.turns})[:PROBE_ROWS]
+        sampling, stop = self.config.sampling, self.player.chat.stop_ids
+        requests = [
+            GenerateRequest(p, min(sampling.max_tokens, 64), sampling.temperature, i, stop)
+            for i, p in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*(self.engine.generate(r) for r in requests))
+        scored = await self._score([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
+        gaps = [np.abs(s - np.asarray(a.logprobs)) for s, a in zip(scored, answers, strict=True)]
+        return {"mismatch/after_max": float(max((g.max() for g in gaps if g.size), default=math.nan))}
+
+    async def evaluate(self) -> None:
+        """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
+        step = self.learner.step
+        path = self.run_folder.evaluation(step)
+        if path.is_file():
+            return
+        with self.recorder.episodes(
+            f"evaluation after {step} steps", len(self.held_out) * self.config.eval.trials
+        ) as seen:
+            result, groups = await evaluate.evaluate(self.player, self.held_out, self.config, on_episode=seen)
+        runs.write_groups(path.with_suffix(".jsonl"), groups, {})
+        runs.write_json(path, {"step": step, **result})
+        self.recorder.evaluation(step, result)
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """A checkpoint of the last whole step."""
+        self.recorder.phase(f"saving the checkpoint of step {self.learner.step}")
+        checkpoints.save(self.learner.step, self.learner.state, {"seed": self.config.seed})
+
+    async def _score(self, rows) -> list[np.ndarray]:
+        return await asyncio.to_thread(self.learner.score, rows)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        self.recorder.phase(name)
+        started = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - started
+
+
+def _means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Mean of each metric over the optimizer steps that have it."""
+    names = dict.fromkeys(name for r in results for name in r)
+    return {k: float(np.mean([r[k] for r in results if k in r])) for k in names}
