@@ -271,11 +271,10 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     return key
 
 
-def _origin(key: str, overridden: list[str], path: str | pathlib.Path) -> str:
-    """Where a key was given, as the start of an error line."""
-    return (
-        "" if any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in overridden) else f"{path}: "
-    )
+def _origin(key: str, given: list[str], path: str | pathlib.Path) -> str:
+    """Where a key was given, as the start of an error line; empty for the command line and for several keys."""
+    overridden = any(f"{key}.".startswith(f"{k}.") or f"{k}.".startswith(f"{key}.") for k in given)
+    return "" if overridden or key in ("", "env") else f"{path}: "
 
 
 def validate(data: dict[str, Any], schema: type[SchemaT], origin: Callable[[str], str] = lambda key: "") -> SchemaT:
@@ -291,7 +290,7 @@ def validate(data: dict[str, Any], schema: type[SchemaT], origin: Callable[[str]
 
 def env_config(env: EnvConfig, origin: Callable[[str], str] = lambda key: "") -> Any:
     """The environment's own keys as its `Config`, checked as strictly as ours. Raises ConfigError."""
-    from rti_jax.rollout import load_environment
+    from rti_jax.environments import load_environment
 
     schema = load_environment(env.name).Config
     try:  # as JSON, so that a list may stand for a tuple while "3" still is no number

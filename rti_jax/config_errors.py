@@ -27,6 +27,33 @@ def is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
+# What other trainers call a key of ours.
+SYNONYMS = {
+    "learning_rate": "optimizer.lr",
+    "num_generations": "rollout.group_size",
+    "n_rollouts": "rollout.group_size",
+    "batch_size": "rollout.groups_per_step",
+    "max_steps": "steps",
+    "total_steps": "steps",
+    "beta": "loss.kl_beta",
+    "kl_coef": "loss.kl_beta",
+    "epsilon": "loss.clip_low",
+    "clip_ratio": "loss.clip_low",
+    "grad_clip": "optimizer.clip_norm",
+    "max_grad_norm": "optimizer.clip_norm",
+    "model_path": "model.path",
+    "model_name": "model.path",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_length": "sampling.max_context",
+    "max_model_len": "sampling.max_context",
+    "run_name": "name",
+    "output_dir": "runs_dir",
+    "gpu_memory_utilization": "engine.memory_fraction",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+}
+
+
 def nearest(key: str, known: list[str]) -> list[str]:
     """The valid keys that a mistyped one most likely means, best first; empty if none is near.
 
@@ -36,6 +63,8 @@ def nearest(key: str, known: list[str]) -> list[str]:
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
     if close := difflib.get_close_matches(leaf, siblings, n=1):
         return [siblings[close[0]]]
+    if SYNONYMS.get(leaf) in known:
+        return [SYNONYMS[leaf]]
     if elsewhere := [k for k in known if k.rpartition(".")[2] == leaf]:
         return elsewhere[:3]
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.75):
@@ -94,11 +123,13 @@ def problem(error: dict[str, Any], key: str, known: list[str]) -> str:
         hint = " (quote it)" if error["type"] == "string_type" and isinstance(error["input"], int | float) else ""
         return f"{key}: expected {EXPECTED[error['type']]}, got {got}{hint}"
     expected = error["msg"].removeprefix("Input should be ")
-    close = difflib.get_close_matches(
-        str(error["input"]), [p.strip("' ") for p in expected.replace("or", ",").split(",")]
-    )
-    meant = f"; did you mean {close[0]}?" if error["type"] == "literal_error" and close else ""
-    return f"{key}: expected {expected}, got {got}{meant}"
+    if error["type"] == "literal_error":
+        options = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        close = difflib.get_close_matches(str(error["input"]), options, n=1)
+        return f"{key}: expected {expected}, got {got}" + (f"; did you mean {close[0]}?" if close else "")
+    if expected == error["msg"]:  # about length and the like: a sentence of its own
+        return f"{key}: {expected}, got {got}"
+    return f"{key}: expected a value {expected}, got {got}"
 
 
 def shown(value: Any) -> str:
@@ -129,6 +160,6 @@ def explain(
     errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     lines = []
     for e in errors:
-        key = prefix + ".".join(str(part) for part in e["loc"])
-        lines.append(origin(key) + problem(e, key.rstrip("."), known))
+        key = (prefix + ".".join(str(part) for part in e["loc"] if part != "[key]")).rstrip(".")
+        lines.append(origin(key) + problem(e, key, known))
     return "\n".join(dict.fromkeys(lines))

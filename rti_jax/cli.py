@@ -1,0 +1,273 @@
+"""The `rti` command: one function a command, each a thin call into a module of the same name.
+
+Heavy modules are imported inside the commands, so that `rti --help` answers at once. `_Boundary` is the one place where
+a user's mistake becomes a line on stderr and an exit code: 2 for a mistake in a config or on the command line, 1 for
+work that could not be done, 130 for an interruption. RTI_DEBUG=1 shows the traceback as well.
+"""
+
+import os
+import pathlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from rti_jax import launcher
+
+
+class _Boundary(typer.core.TyperGroup):
+    """Turns the errors that a user can act on into lines; everything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # the reader of a pipe (head, less) has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as error:
+            code, message = _user_error(error)
+            if code is None:
+                raise
+            if os.environ.get("RTI_DEBUG", "0") not in ("", "0"):
+                traceback.print_exc()
+            for line in message.splitlines():
+                print(line if line.startswith("  ") else f"error: {line}", file=sys.stderr)
+            raise typer.Exit(code) from None
+
+
+def _user_error(error: Exception) -> tuple[int | None, str]:
+    """(exit code, message) of an error that a user can act on; (None, "") of any other."""
+    from rti_jax.config import ConfigError
+    from rti_jax.engine_errors import EngineError
+
+    if isinstance(error, ConfigError):
+        return 2, str(error)
+    if isinstance(error, EngineError):
+        return 1, str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
+        return 1, (
+            "vLLM is not installed, and this command samples with it: run `make install`, or set engine.kind=server "
+            "and engine.urls (score, export and report work without it)"
+        )
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return 1, f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == 28:
+        return 1, f"no space left on the disk ({error.filename or 'while writing'})"
+    return None, ""
+
+
+app = typer.Typer(
+    cls=_Boundary,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Reinforcement learning of LLM agents with Rollout-Time Intervention, in JAX.
+
+    [bold]First steps[/bold]
+
+    rti train configs/quickstart.yaml            train the shipped small policy, a few minutes on a laptop's CPU
+
+    rti train configs/quickstart.yaml --dry-run  print every key with its value and stop
+
+    rti eval configs/quickstart.yaml model.path=runs/quickstart/export
+
+    rti report runs/quickstart                   curves and tables as one HTML file
+
+    A config is a sparse YAML file; any key can be set after it as [bold]section.key=value[/bold]. docs/config.md lists
+    all keys, docs/metrics.md all metrics.""",
+)
+
+ConfigPath = Annotated[pathlib.Path, typer.Argument(help="YAML file, e.g. configs/quickstart.yaml", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="keys set on the command line, e.g. optimizer.lr=3e-6 gate.delta=inf")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")]
+
+
+def _load(path: pathlib.Path, overrides: list[str] | None, schema: Any = None) -> Any:
+    from rti_jax import config
+
+    return config.load_config(path, overrides or [], schema or config.Config)
+
+
+def _print_resolved(config: Any) -> None:
+    from rti_jax.config import resolved_yaml
+
+    sys.stdout.write(resolved_yaml(config))
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train a policy: the main job.
+
+    Everything goes to runs/NAME. A run that was interrupted goes on when the same command is typed again; it refuses,
+    and says why, when a key that changes the algorithm differs.
+
+    [bold]Examples[/bold]
+
+    rti train configs/quickstart.yaml
+
+    rti train configs/quickstart.yaml name=quickstart_grpo rti.enabled=false    the same without intervention
+
+    rti train configs/navigation_qwen3_8b.yaml model.path=/models/Qwen3-8B mesh.fsdp=8
+    """
+    resolved = _load(config, overrides)
+    if dry_run:
+        return _print_resolved(resolved)
+    from rti_jax import train as command
+
+    _exit(command.main(resolved))
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="JSON file; default runs/NAME/evals/.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Evaluate this step's checkpoint of runs/NAME instead of model.path.")
+    ] = None,
+) -> None:
+    """Measure Pass@k and Pass^k, k = 1..eval.trials, with intervals.
+
+    Estimates are unbiased and per task; intervals resample tasks. Episodes that the infrastructure broke are excluded
+    and counted.
+
+    [bold]Examples[/bold]
+
+    rti eval configs/quickstart.yaml
+
+    rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
+
+    rti eval configs/quickstart.yaml eval.split=ood eval.trials=8
+    """
+    resolved = _load(config, overrides)
+    from rti_jax import evaluate as command
+
+    _exit(command.main(resolved, output=output, step=step))
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Warm-start a policy by supervised training on expert transcripts.
+
+    [bold]Examples[/bold]
+
+    rti sft configs/warmstart.yaml
+
+    rti sft configs/warmstart.yaml steps=50 output=/tmp/policy
+    """
+    from rti_jax import sft as command
+
+    resolved = _load(config, overrides, command.SFTConfig)
+    if dry_run:
+        return _print_resolved(resolved)
+    _exit(command.main(resolved))
+
+
+@app.command()
+def score(
+    model: Annotated[pathlib.Path, typer.Argument(help="Hugging Face folder", metavar="MODEL")],
+    input: Annotated[pathlib.Path, typer.Option("--input", "-i", help="JSONL rows.")],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="JSONL, a line for each row, in order.")],
+    temperature: Annotated[
+        float, typer.Option(help="Log-probabilities of the distribution at this temperature.")
+    ] = 1.0,
+    mesh: Annotated[str, typer.Option(help="Devices, e.g. fsdp=4,tensor=2; default all as fsdp.")] = "",
+) -> None:
+    """Log-probabilities and perplexity of responses, with the learner's own code; no vLLM needed.
+
+    Rows are {"prompt_ids": [...], "response_ids": [...]} or {"prompt": "...", "response": "..."}. A malformed row gets
+    an error line in its place, the others are scored, and the exit code is 1.
+
+    [bold]Example[/bold]
+
+    rti score runs/quickstart/export --input rows.jsonl --output scores.jsonl --temperature 0.8
+    """
+    from rti_jax import score as command
+
+    _exit(command.score(model, input, output, temperature=temperature, mesh=_mesh(mesh)))
+
+
+@app.command()
+def export(
+    run: Annotated[pathlib.Path, typer.Argument(help="run folder, e.g. runs/quickstart", metavar="RUN")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint; default the newest.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="Folder to write; default RUN/export.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default the source model's.")] = None,
+) -> None:
+    """Write a checkpoint as a complete Hugging Face folder; no vLLM needed.
+
+    [bold]Example[/bold]
+
+    rti export runs/quickstart --step 20 --output exported
+    """
+    from rti_jax import export as command
+
+    folder = command.main(run, step=step, output=output, dtype=dtype)
+    print(f"wrote {folder}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[pathlib.Path], typer.Argument(help="run folders; several are compared", metavar="RUN...")],
+    output: Annotated[pathlib.Path | None, typer.Option(help="HTML file; default RUN/report.html.")] = None,
+) -> None:
+    """Curves, tables and the intervention ledger of runs, as one HTML file that needs no network.
+
+    [bold]Examples[/bold]
+
+    rti report runs/quickstart
+
+    rti report runs/quickstart runs/quickstart_grpo --output both.html
+    """
+    from rti_jax import report as command
+
+    print(f"wrote {command.main(runs, output=output)}")
+
+
+def _mesh(text: str) -> Any:
+    """`fsdp=4,tensor=2` as a MeshConfig."""
+    from rti_jax import config
+
+    data: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        config.apply_override(data, part.strip())
+    return config.validate(data, config.MeshConfig, origin=lambda key: "--mesh: ")
+
+
+def _exit(code: int | None) -> None:
+    """A command's return value as the exit code; None and 0 are success."""
+    if code:
+        raise typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        print(f"rti-jax {importlib.metadata.version('rti-jax')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `rti` command."""
+    launcher.relaunch(sys.argv[1:])
+    app(prog_name="rti")
+
+
+if __name__ == "__main__":
+    main()
