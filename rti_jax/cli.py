@@ -91,9 +91,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved conf
 
 
 def _load(path: pathlib.Path, overrides: list[str] | None, schema: Any = None) -> Any:
-    from rti_jax import config
+    from rti_jax import config, environments
 
-    return config.load_config(path, overrides or [], schema or config.Config)
+    return config.load_config(path, overrides or [], schema or config.Config, environments.env_config)
 
 
 def _print_resolved(config: Any) -> None:
@@ -168,7 +168,7 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
     resolved = _load(config, overrides, command.SFTConfig)
     if dry_run:
         return _print_resolved(resolved)
-    _exit(command.main(resolved))
+    command.main(resolved)
 
 
 @app.command()

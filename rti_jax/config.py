@@ -5,7 +5,6 @@ Every default below is the paper's (Rollout-Time Intervention, arXiv 2610.13438)
 """
 
 import difflib
-import json
 import math
 import os
 import pathlib
@@ -219,20 +218,31 @@ class Config(Section):
         return pathlib.Path(self.runs_dir) / self.name
 
 
+Origin = Callable[[str], str]  # where a key was given, as the start of an error line
 SchemaT = TypeVar("SchemaT", bound=pydantic.BaseModel)
 
 
-def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), schema: type[SchemaT] = Config) -> SchemaT:
+def load_config(
+    path: str | pathlib.Path,
+    overrides: Sequence[str] = (),
+    schema: type[SchemaT] = Config,
+    check_env: Callable[[EnvConfig, Origin], Any] | None = None,
+) -> SchemaT:
     """A checked config: the YAML file, then `a.b=value` overrides in their order (values are YAML).
 
-    The environment's own keys are checked too, by the `Config` of the class that `env.name` names.
+    Args:
+      check_env: checks the environment's own keys too (`rti_jax.environments.env_config`).
 
     Raises:
       ConfigError: one line for each mistake; a key's line names where it was given and the nearest valid key.
     """
     data = read_yaml(path)
     given = [apply_override(data, override) for override in overrides]
-    return validate(data, schema, origin=lambda key: _origin(key, given, path))
+    origin: Origin = lambda key: _origin(key, given, path)  # noqa: E731
+    config = validate(data, schema, origin)
+    if check_env:
+        check_env(config.env, origin)
+    return config
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -277,28 +287,12 @@ def _origin(key: str, given: list[str], path: str | pathlib.Path) -> str:
     return "" if overridden or key in ("", "env") else f"{path}: "
 
 
-def validate(data: dict[str, Any], schema: type[SchemaT], origin: Callable[[str], str] = lambda key: "") -> SchemaT:
+def validate(data: dict[str, Any], schema: type[SchemaT], origin: Origin = lambda key: "") -> SchemaT:
     """Nested dicts as a checked config. Raises ConfigError."""
     try:
-        config = schema.model_validate(data)
+        return schema.model_validate(data)
     except pydantic.ValidationError as error:
         raise ConfigError(config_errors.explain(error, schema, origin=origin)) from None
-    if isinstance(getattr(config, "env", None), EnvConfig):
-        env_config(config.env, origin)
-    return config
-
-
-def env_config(env: EnvConfig, origin: Callable[[str], str] = lambda key: "") -> Any:
-    """The environment's own keys as its `Config`, checked as strictly as ours. Raises ConfigError."""
-    from rti_jax.environments import load_environment
-
-    schema = load_environment(env.name).Config
-    try:  # as JSON, so that a list may stand for a tuple while "3" still is no number
-        return schema.model_validate_json(json.dumps(env.own), strict=True)
-    except pydantic.ValidationError as error:
-        raise ConfigError(
-            config_errors.explain(error, schema, prefix="env.", shared=EnvConfig, origin=origin)
-        ) from None
 
 
 def resolved_yaml(config: pydantic.BaseModel) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 import pydantic
 
 from envs.base import Environment, EnvironmentConfig, Task
-from rti_jax.config import ConfigError, EnvConfig
+from rti_jax.config import ConfigError, EnvConfig, Origin
 from rti_jax.config_errors import explain
 from rti_jax.seeds import derive_seed
 
@@ -52,12 +53,20 @@ def environment_source(config: EnvConfig) -> EnvironmentSource:
     Raises:
       ConfigError: for an environment that cannot be imported, or keys that it does not know.
     """
-    cls = load_environment(config.name)
-    try:
-        own = cls.Config(**config.own)
+    return EnvironmentSource(load_environment(config.name), env_config(config), config.max_turns)
+
+
+def env_config(config: EnvConfig, origin: Origin = lambda key: "") -> EnvironmentConfig:
+    """The environment's own keys as its `Config`, checked as strictly as ours.
+
+    Args:
+      origin: where a key was given, as the start of an error line.
+    """
+    schema = load_environment(config.name).Config
+    try:  # as JSON, so that a list may stand for a tuple while "3" still is no number
+        return schema.model_validate_json(json.dumps(config.own), strict=True)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, cls.Config, prefix="env.")) from error
-    return EnvironmentSource(cls, own, config.max_turns)
+        raise ConfigError(explain(error, schema, prefix="env.", shared=EnvConfig, origin=origin)) from error
 
 
 def load_environment(name: str) -> type[Environment]:

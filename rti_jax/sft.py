@@ -35,6 +35,7 @@ from models import hf
 from rti_jax import config as config_lib
 from rti_jax import tokenizer as tokenizer_lib
 from rti_jax.chat import Chat
+from rti_jax.environments import env_config
 from rti_jax.learner import ROWS, TrainState, init_state
 from rti_jax.logprobs import token_logprobs
 from rti_jax.optimizer import make_optimizer
@@ -188,7 +189,7 @@ def make_environment(config: SFTConfig) -> tuple[Navigation, Sequence[Task]]:
     """The environment and its tasks; the transcripts' mistakes and habits are Navigation's."""
     if config.env.name != "navigation":
         raise config_lib.ConfigError(f"env.name={config.env.name}: scripted transcripts exist for navigation only")
-    own = config_lib.env_config(config.env)
+    own = env_config(config.env)
     return Navigation(own, config.env.max_turns), Navigation.tasks(own, config.env.split)
 
 

@@ -1,0 +1,128 @@
+"""What every metric means: the one table, from which docs/metrics.md is written.
+
+python -m rti_jax.metric_names > docs/metrics.md
+"""
+
+import fnmatch
+from collections.abc import Iterable
+
+# Name or pattern -> meaning. A `*` stands for a name that a task, a role or a reason gives.
+NAMES: dict[str, str] = {
+    "rollout/pre_success": "share of valid on-policy episodes that succeeded, before any intervention",
+    "rollout/pre_success_*": "the same for one kind of task, e.g. easy or hard",
+    "rollout/pre_solved_groups": "share of groups with a success before intervention (Pass@G)",
+    "rollout/post_success": "share of successes among the members that are trained, admitted episodes included",
+    "rollout/post_solved_groups": "share of groups with a success after intervention",
+    "rollout/groups": "groups that were rolled out",
+    "rollout/groups_all_failed": "groups without a success: what triggers the intervention",
+    "rollout/groups_all_solved": "groups whose every member succeeded: no gradient",
+    "rollout/turns": "mean turns of a valid episode",
+    "rollout/tokens": "sampled tokens of valid episodes",
+    "rollout/truncated": "episodes cut by sampling.max_context or a token limit; a failure unless configured otherwise",
+    "rollout/environment_error": "episodes that the environment broke; not in any mean",
+    "rollout/user_error": "episodes that the user simulator broke; not in any mean",
+    "rollout/judge_error": "episodes that could not be graded; not in any mean",
+    "rollout/timeout": "episodes that took longer than rollout.episode_timeout; not in any mean",
+    "rti/groups_triggered": "groups whose valid members all failed",
+    "rti/attempts": "intervened episodes that were played",
+    "rti/attempts_in_error": "of these, ended by the infrastructure",
+    "rti/turns_validated": "turns that the validator judged",
+    "rti/turns_flagged": "turns that it called invalid",
+    "rti/validator_unreadable": "verdicts that could not be read (count as valid)",
+    "rti/proposals": "rewrites that the corrector proposed",
+    "rti/accepted": "rewrites that replaced a turn",
+    "rti/leak_guard_found": "rewrites in which the deterministic guard found a value that only the evidence has",
+    "rti/rejected_malformed": "rewrites that were empty, truncated or unparsable",
+    "rti/rejected_unchanged": "rewrites equal to the original turn",
+    "rti/rejected_inconsistent": "rejected by the verifier: does not lead to the gold path",
+    "rti/rejected_leak": "rejected by the verifier: reveals privileged information",
+    "rti/rejected_implausible": "rejected by the verifier: not what this policy would write",
+    "rti/rejected_unreadable": "rejected since the verifier's verdict could not be read",
+    "rti/rejected_leak_guard": "rejected by the deterministic guard",
+    "rti/rejected_gate": "rejected by the gate during the episode (gate.scope=turn)",
+    "rti/successes": "intervened episodes that succeeded",
+    "rti/successes_uncorrected": "of these, without any correction (not trained unless rti.accept_uncorrected)",
+    "rti/gate_admitted": "successes with corrections that passed the gate",
+    "rti/gate_rejected": "successes that it rejected",
+    "rti/replaced": "failed members that an admitted episode took the place of",
+    "rti/perplexity_before_gate": "mean perplexity of corrected turns of successes under the rollout prompt",
+    "rti/perplexity_admitted": "the same over admitted episodes",
+    "rti/*_calls": "calls of a role (validator, corrector, verifier)",
+    "rti/*_prompt_tokens": "prompt tokens of a role",
+    "rti/*_tokens": "tokens that a role sampled",
+    "rti/*_seconds": "seconds of a role's calls, added up over concurrent ones",
+    "batch/trajectories": "trajectories in the batch, those without a gradient included",
+    "batch/microbatches": "micro-batches of an update",
+    "batch/tokens": "tokens in the packed rows, padding excluded",
+    "batch/trained_tokens": "tokens with a loss: the policy's and the corrector's",
+    "batch/padding_fraction": "share of the packed rows that is padding",
+    "groups/dropped": "groups with fewer than two valid members: not trained",
+    "groups/filtered": "groups that dynamic sampling left out (loss.variant=dapo)",
+    "groups/flat": "groups whose rewards are all equal: advantage 0, in the denominators",
+    "loss/total": "loss of the update: policy term plus loss.kl_beta times the KL",
+    "loss/policy": "clipped policy term, negated",
+    "loss/kl": "KL to the reference by the k3 estimator, unweighted",
+    "policy/tokens": "trained tokens that the policy wrote",
+    "policy/clip_fraction": "share of them whose ratio was clipped",
+    "policy/ratio": "their mean ratio; exactly 1 in a first update",
+    "policy/approx_kl": "their mean k3 distance to the behaviour policy",
+    "policy/weight": "their mean weight; 1 unless loss.mismatch_clip truncates",
+    "policy/entropy": "mean entropy of the policy at them, in nats",
+    "policy/grad_norm": "gradient norm of their part of the loss (steps with corrected tokens)",
+    "corrector/tokens": "trained tokens of accepted corrections",
+    "corrector/token_share": "their share of all trained tokens (lambda)",
+    "corrector/clip_fraction": "share of them whose ratio was clipped",
+    "corrector/ratio": "their mean ratio to the rollout prompt's log-probabilities",
+    "corrector/approx_kl": "their mean k3 distance to the behaviour policy",
+    "corrector/weight": "their mean reasoning-shift weight w",
+    "corrector/weight_copied": "mean w on tokens that the original turn has too",
+    "corrector/weight_edited": "mean w on the other tokens of corrections",
+    "corrector/entropy": "mean entropy of the policy at them, in nats",
+    "corrector/grad_norm": "gradient norm of their part of the loss",
+    "mismatch/abs": "mean |engine - learner| log-probability of the policy's sampled tokens, before the update",
+    "mismatch/max": "largest such gap",
+    "mismatch/after_max": "largest gap on fresh samples of the new weights, after the weight sync",
+    "optimizer/lr": "learning rate of the update",
+    "optimizer/grad_norm": "global gradient norm, before clipping",
+    "optimizer/update_norm": "global norm of the parameter change",
+    "optimizer/skipped": "1 if the gradient was not finite and the update was left out",
+    "optimizer/updates": "optimizer steps made in this step",
+    "optimizer/idle": "optimizer steps left out since no group had a gradient",
+    "time/*": "seconds of a phase: rollout, intervention, update, sync, probe",
+    "eval/*": "TensorBoard only: Pass@k and Pass^k by kind of task; evals/ holds the numbers with their intervals",
+    "loss/supervised": "rti sft: weighted mean of -log p over all tokens",
+    "loss/answers": "rti sft: mean of -log p over the tokens of assistant turns that are trained",
+}
+
+HEADER = """# Metrics
+
+`metrics.jsonl` in the run folder has a line for each step: `{"step": 3, "group/name": value, ...}`. A value that is not
+a finite number, e.g. a mean over nothing, is `null` or absent. TensorBoard files have the same names. Counts are of
+one step. `rti report` draws them.
+
+| name | meaning |
+|---|---|
+"""
+
+
+def meaning(name: str) -> str | None:
+    """What a metric means; exact names before patterns. None for a name that the table lacks."""
+    if name in NAMES:
+        return NAMES[name]
+    return next(
+        (text for pattern, text in NAMES.items() if "*" in pattern and fnmatch.fnmatchcase(name, pattern)), None
+    )
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """The names that the table lacks; `step` and `tokens` are columns, not metrics."""
+    return sorted({n for n in names if n not in ("step", "tokens") and meaning(n) is None})
+
+
+def table() -> str:
+    """The text of docs/metrics.md."""
+    return HEADER + "".join(f"| `{name}` | {text} |\n" for name, text in NAMES.items())
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,157 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard files, and the terminal.
+
+metrics.jsonl has exactly one line for each step, also when a run is killed and continued: lines after the restored
+step are cut off before the first new one. Names are described in rti_jax/metric_names.py (docs/metrics.md).
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorboardX
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rti_jax.config import Config
+
+QUIET = ("rollout", "intervention", "update", "sync", "probe")  # phases of every step: no line of their own
+
+
+def jsonable(value: float) -> float | int | None:
+    """A number as JSON has it: integers stay, what is not finite becomes None."""
+    if isinstance(value, int):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Lines of a metrics.jsonl in the order of their steps; a half-written last line of a killed run is left out."""
+    lines: dict[int, dict[str, Any]] = {}
+    if not path.is_file():
+        return []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            lines[int(line["step"])] = line
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [lines[step] for step in sorted(lines)]
+
+
+def truncate(path: pathlib.Path, step: int) -> None:
+    """Leaves the lines up to and including `step`; whole or not at all."""
+    if not path.is_file():
+        return
+    partial = path.with_name(path.name + ".partial")
+    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+class Recorder:
+    """Records steps and shows progress; a bar on a terminal, plain lines elsewhere.
+
+    Args:
+      folder: the run folder. step: the step that the run goes on from; lines after it are cut off.
+      console: where progress is shown; default standard error.
+    """
+
+    def __init__(self, folder: pathlib.Path, config: Config, step: int, console: Console | None = None):
+        self._steps = config.steps
+        self._path = folder / "metrics.jsonl"
+        self._console = console or Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._started, self._seen = time.monotonic(), set[str]()
+        folder.mkdir(parents=True, exist_ok=True)
+        truncate(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=self._console, disable=not self._live, transient=True)
+        self._overall = self._progress.add_task("steps", total=config.steps, completed=step)
+        self._current = self._progress.add_task("", total=None, visible=False)
+
+    def __enter__(self) -> "Recorder":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._progress.stop()
+        self._file.close()
+        self._board.close()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of one step. It is on disk when this returns."""
+        line = {"step": step} | {name: jsonable(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        self._scalars(step, line)
+        self._progress.update(self._overall, completed=step)
+        self._say(f"step {step}/{self._steps}  {summary_line(line)}")
+
+    def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
+        """Scores of an evaluation (`rti_jax.evaluate.summarize`), for TensorBoard and the terminal."""
+        means = {
+            f"eval/{kind}/{name}": estimate["mean"]
+            for kind, scores in result["kinds"].items()
+            for name, estimate in scores.items()
+            if isinstance(estimate, Mapping)
+        }
+        self._scalars(step, means)
+        shown = [f"{kind} {s['pass@1']['mean']:.3f}" for kind, s in result["kinds"].items() if _has_mean(s)]
+        self._say(f"evaluation after {step} steps: Pass@1 {', '.join(shown)}")
+
+    def phase(self, name: str) -> None:
+        """Says what is going on now; phases of every step have no line of their own outside a terminal."""
+        self._progress.update(self._current, description=name, total=None, completed=0, visible=True)
+        if not self._live and name not in QUIET:
+            self._say(name)
+
+    @contextlib.contextmanager
+    def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        """Gives a function to call, with anything, when one of `total` episodes is done."""
+        if not self._live and name not in self._seen:  # once: every step has rollouts
+            self._seen.add(name)
+            self._say(f"{name}: {total} episodes")
+        self._progress.update(self._current, description=name, total=total, completed=0, visible=total > 0)
+        yield lambda *_: self._progress.advance(self._current)
+        self._progress.update(self._current, visible=False)
+
+    def _say(self, text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        self._console.print(f"[{minutes:3d}:{seconds:02d}] {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            if value is not None and name != "step":
+                self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+
+def _has_mean(scores: Mapping[str, Any]) -> bool:
+    return scores.get("pass@1", {}).get("mean") is not None
+
+
+def summary_line(line: Mapping[str, float | None]) -> str:
+    """The numbers of a step that a person watches, as far as it has them."""
+    get = line.get
+    parts = []
+    if get("rollout/pre_success") is not None:
+        after = get("rollout/post_success")
+        parts.append(f"success {get('rollout/pre_success'):.3f}" + ("" if after is None else f" -> {after:.3f}"))
+    if get("rollout/groups") is not None:
+        parts.append(f"failed groups {get('rollout/groups_all_failed') or 0:.0f}/{get('rollout/groups'):.0f}")
+    if get("rti/attempts") is not None:
+        parts.append(f"corrections {get('rti/accepted') or 0:.0f}, admitted {get('rti/replaced') or 0:.0f}")
+    if get("loss/total") is not None:
+        parts.append(f"loss {get('loss/total'):.4f}")
+    if get("mismatch/after_max") is not None:
+        parts.append(f"engine gap {get('mismatch/after_max'):.1e}")
+    seconds = sum(value for name, value in line.items() if name.startswith("time/") and value)
+    return "  ".join([*parts, f"{seconds:.1f} s"] if seconds else parts)
