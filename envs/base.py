@@ -182,7 +182,7 @@ class Environment(abc.ABC):
         """Text whose values are never privileged for the leak guard (policy documents, tool schemas are added)."""
         return ""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - optional
         """Frees the episode's resources; called also on cancellation."""
 
 

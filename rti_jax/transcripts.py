@@ -4,13 +4,15 @@ A transcript is made the way a rollout is (rti_jax.chat, rti_jax.roles), so its 
 see. Four kinds:
 
   agent      an episode of a task whose places have unique names, played by the expert; every turn is trained
-  validator  h_t, evidence and a proposed turn -> the expected call, then the verdict. "invalid" if and only if the
-             expert can no longer succeed after the proposed turn
+  validator  h_t, evidence and a proposed turn -> which lines of the evidence its arguments are (`check`), the expected
+             call, then the verdict: "invalid" if and only if the expert can no longer succeed after the proposed turn
   corrector  ... and the validator's reason -> the expert's turn; a share of them leaks or fabricates on purpose, so
              that the post-check has something to catch
   verifier   ... and a replacement, clean, wrong or leaking -> the verdict
 
-Only the role transcripts ever show a search refined by region: the agent is not taught the hard tasks.
+The agent is not taught the hard tasks: it searches by name, whether or not the request names the region, but for one
+search in a hundred (`RARE_HABIT`), as a real policy's rare good habits are. Without it reinforcement would first raise
+the region everywhere, also where the request names none.
 """
 
 import asyncio
@@ -27,7 +29,8 @@ from envs.navigation.mistakes import Mistakes, search_turn
 from rti_jax.chat import Chat
 from rti_jax.roles import RolePrompts
 
-EXPERT_SHARE = 0.4  # of the turns that a validator sees; the rest is the untrained habit or a mistake
+RARE_HABIT = 0.01  # of the agent's searches name the region if the request does
+EXPERT_SHARE = 0.45  # of the turns that a validator sees; the rest is the untrained habit or a mistake
 
 
 class Row(NamedTuple):
@@ -56,6 +59,34 @@ def describe(turn: AssistantTurn) -> str:
         for value in (call.arguments or {}).values():
             values += [str(v) for v in value] if isinstance(value, list) else [str(value)]
     return " | ".join(values)
+
+
+def check(turn: AssistantTurn, env: Navigation) -> str:
+    """For each name, region, latitude and longitude of a turn the number of its place in the evidence, 0 if of none.
+
+    Said before the verdict, it makes a comparison of texts a matter of looking up one number after another.
+    """
+    places, expected = env.places, env.gold_coordinates
+    call = turn.tool_calls[0]
+    if call.name == "search_places":
+        named, region = call.arguments["keyword"], call.arguments.get("region")
+        at = _line(named, [p.name for p in places], 0)
+        return f"{at} {'-' if region is None else _line(region, [p.region for p in places], max(0, at - 1))}"
+    a = call.arguments
+    route = [a["origin"], *a.get("waypoints", []), a["destination"]]
+    columns = list(zip(*(c.split(",") for c in expected), strict=True))
+    lines = [
+        [_line(x, list(column), i) for x, column in zip(c.split(","), columns, strict=True)]
+        for i, c in enumerate(route)
+    ]
+    return " | ".join(" ".join(map(str, numbers)) for numbers in lines)
+
+
+def _line(value: str, column: Sequence[str], preferred: int) -> int:
+    """1-based place of `value` in the column, the preferred one if several hold it, 0 if none does."""
+    if preferred < len(column) and column[preferred] == value:
+        return preferred + 1
+    return column.index(value) + 1 if value in column else 0
 
 
 class Transcripts:
@@ -99,10 +130,18 @@ class Transcripts:
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         while (turn := self._env.expert()) is not None:
-            prompt, weights, done = await self._extend(prompt, weights, turn, start.tools, 1.0)
+            prompt, weights, done = await self._extend(prompt, weights, self._habit(turn), start.tools, 1.0)
             if done:
                 break
         return list(prompt), weights
+
+    def _habit(self, turn: AssistantTurn) -> AssistantTurn:
+        """The expert's turn; rarely with the region that the request names."""
+        arguments = turn.tool_calls[0].arguments
+        place = next((p for p in self._env.places if p.name == arguments.get("keyword")), None)
+        if place and place.region in self._env.request and self._rng.random() < RARE_HABIT:
+            return search_turn(place.name, place.region)
+        return turn
 
     async def _extend(self, prompt, weights, turn: AssistantTurn, tools, weight: float):
         """Plays a turn; the prompt that follows it (or the end of the episode), its weights, and whether it ended."""
@@ -147,7 +186,11 @@ class Transcripts:
 
     async def _validator(self):
         c = await self._context()
-        answer = {"expected": describe(c.gold), "verdict": "valid" if c.valid else "invalid"}
+        answer = {
+            "check": check(c.proposed, c.env),
+            "expected": describe(c.gold),
+            "verdict": "valid" if c.valid else "invalid",
+        }
         return self._role(c, self._prompts().validator(*self._evidence(c), c.env.role_rules()), _json(answer))
 
     async def _corrector(self):
@@ -175,7 +218,7 @@ class Transcripts:
         evidence, proposed = self._evidence(c)
         prompts = self._prompts(verify_leaks=verify_leaks)
         text = prompts.verifier(evidence, proposed, self._text(replacement), c.env.role_rules())
-        return self._role(c, text, _json({"expected": describe(c.gold)} | verdict))
+        return self._role(c, text, _json({"check": check(replacement, c.env), "expected": describe(c.gold)} | verdict))
 
     def _prompts(self, **switches: bool) -> RolePrompts:
         key = tuple(sorted(switches.items()))

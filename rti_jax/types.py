@@ -65,7 +65,7 @@ class Correction:
 
     Attributes:
       original_ids: y, the ids that the policy sampled and that were replaced.
-      rollout_logprobs: log pi_old(y~_t | h, y~_<t), the denominator of the ratio and the gate's input; None until scored.
+      rollout_logprobs: log pi_old(y~_t | h, y~_<t), denominator of the ratio, input of the gate; None until scored.
       corrector_logprobs: log pi_old(y~_t | h_corr, y~_<t); None until scored.
     """
 

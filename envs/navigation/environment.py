@@ -116,6 +116,11 @@ class Navigation(Environment):
         return self._places
 
     @property
+    def gold_coordinates(self) -> list[str]:
+        """The coordinates of `places`, as results write them: privileged as well."""
+        return [coordinates(p, self._map.decimals) for p in self._places]
+
+    @property
     def request(self) -> str:
         """What the user asked for."""
         return self._task.data["request"]

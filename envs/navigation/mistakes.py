@@ -47,7 +47,7 @@ class Mistakes:
         self._places, self._map, self._shown = env.places, env.map, env.shown
         self._visible, self._rng = env.request, rng
         self._names = env.make_map(env.config).places  # of the real map: a moved one would be made anew
-        self._gold = [coordinates(p, env.map.decimals) for p in env.places]
+        self._gold = env.gold_coordinates
 
     def wrong(self, gold: AssistantTurn) -> tuple[str, AssistantTurn] | None:
         """A turn that does not lead to the gold path."""
@@ -85,7 +85,10 @@ class Mistakes:
         if region:
             makers["no_region"] = lambda: search_turn(name)
             makers["wrong_region"] = lambda: search_turn(name, self._other_region(region))
-        if len(self._shown) >= 1:
+        else:
+            gold = next(p.region for p in self._places if p.name == name)
+            makers["invented_region"] = lambda: search_turn(name, self._other_region(gold))
+        if self._shown:
             makers["early_direction"] = lambda: direction_turn(
                 [self._rng.choice(self._shown) for _ in range(len(self._places))]
             )
