@@ -1,0 +1,112 @@
+"""The main job end to end, through the command line, with vLLM and the shipped policy."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+SMALL = ["rollout.groups_per_step=4", "rollout.group_size=4", "eval.limit=2", "eval.trials=2", "checkpoint.every=1"]
+POLICY = ROOT / "models" / "navigation-mini"
+
+
+def rti(*arguments, **environment):
+    """Runs the command; returns the finished process with its text."""
+    command = [sys.executable, "-m", "rti_jax.cli", *map(str, arguments)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+
+
+def train(folder, name, *overrides, **environment):
+    done = rti("train", CONFIG, f"runs_dir={folder}", f"name={name}", *SMALL, *overrides, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of three steps; the same stopped after two and continued; and the first on eight forced devices."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(folder, "whole", "steps=3")
+    train(folder, "resumed", "steps=2")
+    again = train(folder, "resumed", "steps=3")
+    assert "going on from the checkpoint after step 2" in again.stdout + again.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_folder_complete(runs):
+    run = runs / "whole"
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints", "export/config.json", "report.html", "tensorboard"):
+        assert (run / name).exists(), name
+    assert sorted(p.name for p in (run / "trajectories").iterdir()) == [f"step_00000{i}.jsonl" for i in (1, 2, 3)]
+    assert sorted(p.name for p in (run / "evals").glob("*.json")) == ["step_000000.json", "step_000003.json"]
+    steps = lines(run)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    trained = [line for line in steps if line["optimizer/updates"]]
+    assert trained, "no group had a gradient: the policy or the intervention is broken"
+    assert all(np.isfinite(line["loss/total"]) for line in trained)
+    assert sum(line["rti/replaced"] for line in steps) >= 1
+
+
+@pytest.mark.slow
+def test_engine_and_learner_agree_before_and_after_every_update(runs):
+    for line in lines(runs / "whole"):
+        assert line["mismatch/after_max"] < 1e-4
+        if line["optimizer/updates"]:
+            assert line["mismatch/max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_with_the_same_weights_and_metrics(runs):
+    whole, resumed = (load_file(runs / name / "export" / "model.safetensors") for name in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], resumed[name], err_msg=name)
+    timed = ("time/", "_seconds")
+    for a, b in zip(lines(runs / "whole"), lines(runs / "resumed"), strict=True):
+        drop = lambda line: {k: v for k, v in line.items() if not any(t in k for t in timed)}  # noqa: E731
+        assert drop(a) == drop(b)
+
+
+@pytest.mark.slow
+def test_every_tensor_of_the_export_was_trained_and_the_folder_is_complete(runs):
+    export, source = runs / "whole" / "export", POLICY
+    before, after = load_file(source / "model.safetensors"), load_file(export / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert (before[name] != after[name]).any(), name
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (export / name).read_bytes() == (source / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so_and_how_to_start_anew(runs):
+    done = train(runs, "whole", "steps=3")
+    assert "3 steps are done" in done.stdout
+    assert "name=another" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_changed_algorithm_is_refused_with_the_difference(runs):
+    done = rti("train", CONFIG, f"runs_dir={runs}", "name=whole", *SMALL, "steps=4", "gate.delta=3")
+    assert done.returncode == 2
+    assert "gate.delta: 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_model_folder_is_one_line(tmp_path):
+    done = rti("train", CONFIG, f"runs_dir={tmp_path}", "model.path=/nowhere")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "/nowhere" in done.stderr
