@@ -17,8 +17,6 @@ import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rti_jax.config import Config
-
 QUIET = ("rollout", "intervention", "update", "sync", "probe")  # phases of every step: no line of their own
 
 
@@ -58,12 +56,13 @@ class Recorder:
     """Records steps and shows progress; a bar on a terminal, plain lines elsewhere.
 
     Args:
-      folder: the run folder. step: the step that the run goes on from; lines after it are cut off.
+      folder: the run folder. steps: of the run in all.
+      step: steps that are done already; lines after it are of steps that will be made again, and are cut off.
       console: where progress is shown; default standard error.
     """
 
-    def __init__(self, folder: pathlib.Path, config: Config, step: int, console: Console | None = None):
-        self._steps = config.steps
+    def __init__(self, folder: pathlib.Path, steps: int, step: int = 0, console: Console | None = None):
+        self._steps = steps
         self._path = folder / "metrics.jsonl"
         self._console = console or Console(stderr=True)
         self._live = self._console.is_terminal
@@ -74,7 +73,7 @@ class Recorder:
         self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._progress = Progress(*columns, console=self._console, disable=not self._live, transient=True)
-        self._overall = self._progress.add_task("steps", total=config.steps, completed=step)
+        self._overall = self._progress.add_task("steps", total=steps, completed=step)
         self._current = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> "Recorder":
@@ -140,18 +139,24 @@ def _has_mean(scores: Mapping[str, Any]) -> bool:
 
 def summary_line(line: Mapping[str, float | None]) -> str:
     """The numbers of a step that a person watches, as far as it has them."""
-    get = line.get
+    get, prefix = line.get, "rollout/pre_success_"
     parts = []
-    if get("rollout/pre_success") is not None:
-        after = get("rollout/post_success")
-        parts.append(f"success {get('rollout/pre_success'):.3f}" + ("" if after is None else f" -> {after:.3f}"))
+    if (success := get("rollout/pre_success")) is not None:
+        kinds = [
+            f"{k.removeprefix(prefix)} {v:.2f}"
+            for k, v in sorted(line.items())
+            if k.startswith(prefix) and v is not None
+        ]
+        parts.append(f"success {success:.3f}" + (f" ({', '.join(kinds)})" if len(kinds) > 1 else ""))
     if get("rollout/groups") is not None:
         parts.append(f"failed groups {get('rollout/groups_all_failed') or 0:.0f}/{get('rollout/groups'):.0f}")
-    if get("rti/attempts") is not None:
-        parts.append(f"corrections {get('rti/accepted') or 0:.0f}, admitted {get('rti/replaced') or 0:.0f}")
-    if get("loss/total") is not None:
-        parts.append(f"loss {get('loss/total'):.4f}")
-    if get("mismatch/after_max") is not None:
-        parts.append(f"engine gap {get('mismatch/after_max'):.1e}")
+    if get("rti/attempts"):
+        admitted, attempts = get("rti/replaced") or 0, get("rti/attempts")
+        parts.append(f"corrections {get('rti/accepted') or 0:.0f}/{get('rti/proposals') or 0:.0f}")
+        parts.append(f"admitted {admitted:.0f}/{attempts:.0f}")
+    norm = get("optimizer/grad_norm")
+    parts.append("no gradient" if norm is None else f"gradient {norm:.3f}")
+    if (gap := get("mismatch/after_max")) is not None:
+        parts.append(f"engine gap {gap:.1e}")
     seconds = sum(value for name, value in line.items() if name.startswith("time/") and value)
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds else parts)
