@@ -66,7 +66,7 @@ async def _train(config: config_lib.Config, run: runs.Run) -> None:
     engine_starts = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
     try:
         learner = Learner(config, load_policy(config), run)
-        with Recorder(run.folder, config, learner.step) as recorder:
+        with Recorder(run.folder, config.steps, learner.step) as recorder:
             recorder.phase("starting vLLM")
             await Trainer(config, run, learner, await engine_starts, recorder).run()
     finally:
