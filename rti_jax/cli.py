@@ -91,6 +91,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved conf
 
 
 def _load(path: pathlib.Path, overrides: list[str] | None, schema: Any = None) -> Any:
+    """The checked config."""
     from rti_jax import config, environments
 
     return config.load_config(path, overrides or [], schema or config.Config, environments.env_config)
@@ -103,7 +104,7 @@ def _print_resolved(config: Any) -> None:
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Train a policy: the main job.
 
     Everything goes to runs/NAME. A run that was interrupted goes on when the same command is typed again; it refuses,
@@ -120,6 +121,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
     resolved = _load(config, overrides)
     if dry_run:
         return _print_resolved(resolved)
+    _launch(ctx)
     from rti_jax import train as command
 
     _exit(command.main(resolved))
@@ -127,6 +129,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
 @app.command("eval")
 def evaluate(
+    ctx: typer.Context,
     config: ConfigPath,
     overrides: Overrides = None,
     output: Annotated[pathlib.Path | None, typer.Option(help="JSON file; default runs/NAME/evals/.")] = None,
@@ -148,13 +151,14 @@ def evaluate(
     rti eval configs/quickstart.yaml eval.split=ood eval.trials=8
     """
     resolved = _load(config, overrides)
+    _launch(ctx)
     from rti_jax import evaluate as command
 
     _exit(command.main(resolved, output=output, step=step))
 
 
 @app.command()
-def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def sft(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Warm-start a policy by supervised training on expert transcripts.
 
     [bold]Examples[/bold]
@@ -163,6 +167,8 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
 
     rti sft configs/warmstart.yaml steps=50 output=/tmp/policy
     """
+    if not dry_run:
+        _launch(ctx)
     from rti_jax import sft as command
 
     resolved = _load(config, overrides, command.SFTConfig)
@@ -173,6 +179,7 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
 
 @app.command()
 def score(
+    ctx: typer.Context,
     model: Annotated[pathlib.Path, typer.Argument(help="Hugging Face folder", metavar="MODEL")],
     input: Annotated[pathlib.Path, typer.Option("--input", "-i", help="JSONL rows.")],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="JSONL, a line for each row, in order.")],
@@ -190,9 +197,11 @@ def score(
 
     rti score runs/quickstart/export --input rows.jsonl --output scores.jsonl --temperature 0.8
     """
+    devices = _mesh(mesh)
+    _launch(ctx)
     from rti_jax import score as command
 
-    _exit(command.score(model, input, output, temperature=temperature, mesh=_mesh(mesh)))
+    _exit(command.score(model, input, output, temperature=temperature, mesh=devices))
 
 
 @app.command()
@@ -242,6 +251,12 @@ def _mesh(text: str) -> Any:
     return config.validate(data, config.MeshConfig, origin=lambda key: "--mesh: ")
 
 
+def _launch(ctx: typer.Context) -> None:
+    """What a computing command does first, once its input was checked; nothing where the app is called in a test."""
+    if ctx.obj:
+        ctx.obj()
+
+
 def _exit(code: int | None) -> None:
     """A command's return value as the exit code; None and 0 are success."""
     if code:
@@ -265,8 +280,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `rti` command."""
-    launcher.relaunch(sys.argv[1:])
-    app(prog_name="rti")
+    app(prog_name="rti", obj=launcher.relaunch)
 
 
 if __name__ == "__main__":

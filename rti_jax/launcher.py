@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-COMMANDS = ("train", "eval", "sft", "score")  # those that compute
 MARK = "RTI_LAUNCHED"  # set in the restarted process
 TCMALLOC = "libtcmalloc_minimal.so*", "libtcmalloc.so*"
 LIBRARIES = (
@@ -56,14 +55,9 @@ def additions(environment: Mapping[str, str], tcmalloc: str | None) -> dict[str,
     return dict(GLIBC)
 
 
-def relaunch(arguments: list[str]) -> None:
-    """Starts this process again with the variables of `additions`; returns where there is nothing to do.
-
-    Args:
-      arguments: the command line after the program's name.
-    """
-    quiet = {"--help", "--dry-run"} & set(arguments)
-    if not arguments or arguments[0] not in COMMANDS or quiet or sys.platform != "linux":
+def relaunch() -> None:
+    """Starts this process again with the variables of `additions`; returns where there is nothing to do."""
+    if sys.platform != "linux":
         return
     if MARK in os.environ or os.environ.get("RTI_NO_LAUNCHER", "0") not in ("", "0") or not runs_on_cpu(os.environ):
         return
