@@ -17,8 +17,6 @@ import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rti_jax.config import Config
-
 QUIET = ("rollout", "intervention", "update", "sync", "probe")  # phases of every step: no line of their own
 
 
@@ -58,13 +56,13 @@ class Recorder:
     """Records steps and shows progress; a bar on a terminal, plain lines elsewhere.
 
     Args:
-      folder: the run folder. config: of the run.
+      folder: the run folder. steps: of the run in all.
       step: steps that are done already; lines after it are of steps that will be made again, and are cut off.
       console: where progress is shown; default standard error.
     """
 
-    def __init__(self, folder: pathlib.Path, config: Config, step: int = 0, console: Console | None = None):
-        self._steps = config.steps
+    def __init__(self, folder: pathlib.Path, steps: int, step: int = 0, console: Console | None = None):
+        self._steps = steps
         self._path = folder / "metrics.jsonl"
         self._console = console or Console(stderr=True)
         self._live = self._console.is_terminal
@@ -75,7 +73,7 @@ class Recorder:
         self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._progress = Progress(*columns, console=self._console, disable=not self._live, transient=True)
-        self._overall = self._progress.add_task("steps", total=config.steps, completed=step)
+        self._overall = self._progress.add_task("steps", total=steps, completed=step)
         self._current = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> "Recorder":
