@@ -156,7 +156,13 @@ def prefetch(make, depth: int = 4) -> Iterator[Any]:
         yield value
 
 
-def main(config: SFTConfig) -> pathlib.Path:
+def main(config: SFTConfig) -> int:
+    """The command; returns the exit code."""
+    run(config)
+    return 0
+
+
+def run(config: SFTConfig) -> pathlib.Path:
     """Trains and writes the Hugging Face folder; returns its path."""
     started = time.monotonic()
     config.run_dir.mkdir(parents=True, exist_ok=True)
