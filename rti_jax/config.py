@@ -29,7 +29,9 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
-    attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "blockwise", "cudnn", "splash"] = (
+        "auto"  # auto: cuDNN on GPU, splash on TPU, blockwise elsewhere
+    )
     remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 
@@ -40,7 +42,7 @@ class EnvConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str = "navigation"  # built-in name, or "package.module:Class"
-    split: str = "train"
+    split: str = "train"  # the environment's split that is trained on
     max_turns: int = 6  # paper: 6 in Navigation, 30 in tau2-bench
 
     @property
@@ -63,7 +65,7 @@ class SamplingConfig(Section):
     temperature: float = pydantic.Field(0.8, gt=0)  # paper
     max_tokens: int = pydantic.Field(1024, ge=1)  # of one response; ours
     max_context: int = pydantic.Field(16384, ge=2)  # prompt + response; ours
-    thinking: bool = True
+    thinking: bool = True  # ours; false renders the empty thinking block
     top_p: float = 1.0  # below 1 (top_k > 0, min_p > 0) the sampled distribution is not the policy's: rejected
     top_k: int = 0
     min_p: float = 0.0
@@ -95,7 +97,7 @@ class RolesConfig(Section):
 
 
 class RTIConfig(Section):
-    enabled: bool = True
+    enabled: bool = True  # false is plain GRPO
     attempts: int = pydantic.Field(1, ge=0)  # intervened rollouts per all-failed group; ours
     retries: int = pydantic.Field(1, ge=0)  # of a rejected correction at one turn; ours
     post_check: bool = True  # paper's ablation "w/o post-check" turns this off (takes the leak guard with it)
@@ -113,12 +115,12 @@ class GateConfig(Section):
 
 
 class ReweightConfig(Section):
-    enabled: bool = True
+    enabled: bool = True  # paper: reasoning-shift weights on corrected tokens; false is w = 1
     epsilon_cal: float = pydantic.Field(0.2, ge=0, lt=1)  # ours
 
 
 class LossConfig(Section):
-    variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"  # paper: GRPO
     aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = None  # None = the variant's own
     constant: float | None = None  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
     clip_low: float = pydantic.Field(0.2, ge=0, lt=1)  # paper: epsilon = 0.2
@@ -144,47 +146,47 @@ class OptimizerConfig(Section):
 class BatchConfig(Section):
     buckets: list[int] = [1024, 4096, 16384]  # row lengths that are compiled; a longer trajectory is an error
     rows_per_microbatch: int = pydantic.Field(8, ge=1)  # rows of the longest bucket; shorter buckets hold more
-    packing: bool = True
+    packing: bool = True  # several trajectories in a row; never changes the loss
 
 
 class MeshConfig(Section):
-    data: int = pydantic.Field(1, ge=1)
+    data: int = pydantic.Field(1, ge=1)  # replicas of the model
     fsdp: int = pydantic.Field(-1, ge=-1)  # -1 = all remaining devices
-    tensor: int = pydantic.Field(1, ge=1)
-    context: int = pydantic.Field(1, ge=1)
+    tensor: int = pydantic.Field(1, ge=1)  # devices that share the heads and the mlp
+    context: int = pydantic.Field(1, ge=1)  # devices that share a long row
 
 
 class EngineConfig(Section):
-    kind: Literal["vllm", "server"] = "vllm"
-    urls: list[str] = []
+    kind: Literal["vllm", "server"] = "vllm"  # vllm: beside the learner; server: vLLM servers at engine.urls
+    urls: list[str] = []  # servers, e.g. [http://host:8000]
     args: dict[str, Any] = {}  # passed to vLLM as they are
     memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
-    weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"
+    weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"  # how new weights reach the engine
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
 
 
 class EvalConfig(Section):
     every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
     trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
-    split: str = "test"
+    split: str = "test"  # held-out tasks
     limit: int | None = pydantic.Field(None, ge=1)  # tasks of each kind; None = all
     temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature
-    keep_best: bool = False
+    keep_best: bool = False  # also keep the checkpoint of the best evaluation
 
 
 class CheckpointConfig(Section):
     every: int = pydantic.Field(10, ge=1)  # steps
     minutes: float = pydantic.Field(30.0, gt=0)  # also when this much time has passed
-    keep: int = pydantic.Field(2, ge=1)
+    keep: int = pydantic.Field(2, ge=1)  # newest checkpoints that are kept
 
 
 class Config(Section):
     """The whole configuration of a run."""
 
     name: str = "run"  # run folder: runs/NAME
-    runs_dir: str = "runs"
-    seed: int = 0
-    steps: int = pydantic.Field(100, ge=0)
+    runs_dir: str = "runs"  # where run folders are
+    seed: int = 0  # of everything that is drawn: tasks, sampling, interventions
+    steps: int = pydantic.Field(100, ge=0)  # rollout + update; ours
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
