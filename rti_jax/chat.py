@@ -25,7 +25,6 @@ RENDERERS = {
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe": "qwen3.5",
     "qwen3_5_moe_text": "qwen3.5",
-    "llama": "llama-3",
 }
 
 

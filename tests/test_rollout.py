@@ -204,6 +204,12 @@ class TestErrors:
         seeds = [r.seed for r in p.engine.requests]
         assert seeds[:2] == seeds[2:]
 
+    def test_only_errors_are_played_again(self):
+        for answer in (good_player, lambda text: call("answer", code="1")):
+            p = player(answer, rollout={"retries": 3})
+            Lookup.closed.clear()
+            assert play(p).valid and len(Lookup.closed) == 1
+
     def test_failing_to_close_does_not_matter(self):
         assert play(player(), lookup_task(fault="close")).success
 
