@@ -20,10 +20,11 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from envs.base import Task
 from rti_jax import (
     advantages,
     batching,
@@ -38,7 +39,7 @@ from rti_jax import (
 from rti_jax import config as config_lib
 from rti_jax.checkpoint import Checkpoints, restore
 from rti_jax.engine import Engine, GenerateRequest, make_engine
-from rti_jax.environments import environment_source, sample_tasks
+from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
 from rti_jax.metrics import Recorder
@@ -61,17 +62,37 @@ def main(config: config_lib.Config) -> int:
 
 
 async def _train(config: config_lib.Config, run: runs.Run) -> None:
+    """Whatever a user may have got wrong is read before vLLM is started, which takes a while."""
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    engine_starts = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
-    try:
-        learner = Learner(config, load_policy(config), run)
-        with Recorder(run.folder, config.steps, learner.step) as recorder:
-            recorder.phase("starting vLLM")
-            await Trainer(config, run, learner, await engine_starts, recorder).run()
-    finally:
-        with contextlib.suppress(Exception):
-            await (await engine_starts).close()
+    tasks = TaskSets.load(config)
+    learner = Learner(config, load_policy(config), run)
+    with Recorder(run.folder, config.steps, learner.step) as recorder:
+        recorder.phase("starting vLLM")
+        starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
+        try:
+            engine = await asyncio.shield(starting)  # a thread cannot be cancelled: its engine is closed below
+            await Trainer(config, run, learner, engine, tasks, recorder).run()
+        finally:
+            if not (starting.done() and starting.exception()):
+                await (await starting).close()
+
+
+class TaskSets(NamedTuple):
+    """The environment, and what is trained and what is evaluated."""
+
+    source: EnvironmentSource
+    trained: list[Task]
+    held_out: list[Task]
+
+    @classmethod
+    def load(cls, config: config_lib.Config) -> "TaskSets":
+        """Raises ConfigError for unknown splits and for tasks that are in both."""
+        source = environment_source(config.env)
+        trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
+        evaluate.check_disjoint(trained, held_out)
+        sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
+        return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
 
 
 class Learner:
@@ -139,8 +160,8 @@ class Trainer:
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
         self.source = environment_source(config.env)
         self.tasks = self.source.tasks(config.env.split)
-        self.held_out = evaluate.limited(self.source.tasks(config.eval.split), config.eval.limit)
-        evaluate.check_disjoint(self.tasks, self.held_out)
+        self.tasks.held_out = evaluate.limited(self.source.tasks(config.eval.split), config.eval.limit)
+        evaluate.check_disjoint(self.tasks, self.tasks.held_out)
         self.player = Player(self.source, learner.policy.chat, engine, config)
         self._seconds: dict[str, float] = {}
 
@@ -171,7 +192,7 @@ class Trainer:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
         self._seconds = {}
-        tasks = sample_tasks(self.tasks, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
+        tasks = sample_tasks(self.tasks.trained, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         groups, metrics = await self.roll_out(tasks, n)
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
             packed = learner.pack(groups)
@@ -224,9 +245,9 @@ class Trainer:
         if path.is_file():
             return
         with self.recorder.episodes(
-            f"evaluation after {step} steps", len(self.held_out) * self.config.eval.trials
+            f"evaluation after {step} steps", len(self.tasks.held_out) * self.config.eval.trials
         ) as seen:
-            result, groups = await evaluate.evaluate(self.player, self.held_out, self.config, on_episode=seen)
+            result, groups = await evaluate.evaluate(self.player, self.tasks.held_out, self.config, on_episode=seen)
         runs.write_groups(path.with_suffix(".jsonl"), groups, {})
         runs.write_json(path, {"step": step, **result})
         self.recorder.evaluation(step, result)

@@ -40,6 +40,7 @@ def runs(tmp_path_factory):
     train(folder, "whole", "steps=3")
     train(folder, "resumed", "steps=2")
     again = train(folder, "resumed", "steps=3")
+    train(folder, "eight", "steps=1", XLA_FLAGS="--xla_force_host_platform_device_count=8")
     assert "going on from the checkpoint after step 2" in again.stdout + again.stderr
     return folder
 
@@ -77,6 +78,13 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics(runs):
     for a, b in zip(lines(runs / "whole"), lines(runs / "resumed"), strict=True):
         drop = lambda line: {k: v for k, v in line.items() if not any(t in k for t in timed)}  # noqa: E731
         assert drop(a) == drop(b)
+
+
+@pytest.mark.slow
+def test_eight_devices_have_the_same_first_loss(runs):
+    one, eight = lines(runs / "whole")[0], lines(runs / "eight")[0]
+    for name in ("loss/total", "optimizer/grad_norm"):
+        np.testing.assert_allclose(eight[name], one[name], rtol=1e-5, atol=1e-8, err_msg=name)
 
 
 @pytest.mark.slow
