@@ -29,9 +29,7 @@ class Section(pydantic.BaseModel):
 class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
-    attention: Literal["auto", "blockwise", "cudnn", "splash"] = (
-        "auto"  # auto: cuDNN on GPU, splash on TPU, blockwise elsewhere
-    )
+    attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"  # cuDNN on GPU, splash on TPU, else blockwise
     remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 

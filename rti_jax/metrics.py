@@ -97,7 +97,7 @@ class Recorder:
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         """Scores of an evaluation (`rti_jax.evaluate.summarize`), for TensorBoard and the terminal."""
         means = {
-            f"eval/{kind}/{name}": estimate["mean"]
+            f"eval/{kind}/{name.replace('@', '_at_').replace('^', '_hat_')}": estimate["mean"]  # TensorBoard's alphabet
             for kind, scores in result["kinds"].items()
             for name, estimate in scores.items()
             if isinstance(estimate, Mapping)

@@ -1,0 +1,57 @@
+"""Every config that is checked in is valid, and the full-size ones say what the paper says."""
+
+import pathlib
+
+import pytest
+
+from rti_jax import environments, strict_yaml
+from rti_jax.config import Config, load_config
+from rti_jax.sft import SFTConfig
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+SUPERVISED = {"warmstart.yaml"}  # configs of `rti sft`
+ALL = sorted(CONFIGS.rglob("*.yaml"))
+
+
+def load(path):
+    schema = SFTConfig if path.name in SUPERVISED else Config
+    return load_config(path, schema=schema, check_env=environments.env_config)
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: p.name)
+def test_every_config_is_valid(path):
+    config = load(path)
+    assert config.name == path.stem, "a run folder has the name of its config"
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: p.name)
+def test_configs_are_explained(path):
+    assert path.read_text().startswith("# "), "says in its first line what it is"
+
+
+@pytest.mark.parametrize("name", ["navigation_qwen3_8b", "navigation_qwen3_8b_grpo"])
+def test_full_size_navigation_is_the_papers(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    env = environments.env_config(config.env)
+    assert config.optimizer.lr == 1e-6 and config.optimizer.weight_decay == 0.1
+    assert config.sampling.temperature == 0.8 and config.rollout.group_size == 8 and config.env.max_turns == 6
+    assert (config.loss.clip_low, config.loss.clip_high, config.gate.delta) == (0.2, 0.2, 5.0)
+    assert env.places == (3, 9) and (env.train_tasks, env.test_tasks) == (600, 150) and env.tools == "full"
+    assert config.mesh.fsdp == 8 and max(config.batch.buckets) >= config.sampling.max_context
+
+
+def test_the_baseline_differs_in_the_intervention_alone():
+    rti, grpo = (strict_yaml.parse((CONFIGS / f"navigation_qwen3_8b{s}.yaml").read_text()) for s in ("", "_grpo"))
+    intervention = ("name", "rti", "gate", "reweight")
+    assert {k: v for k, v in rti.items() if k not in intervention} == {
+        k: v for k, v in grpo.items() if k not in intervention
+    }
+    assert rti["rti"]["enabled"] and not grpo["rti"]["enabled"]
+
+
+def test_hyperparameters_have_their_source():
+    sections, text = ("sampling", "rti", "gate", "reweight", "loss", "optimizer"), ""
+    for line in (CONFIGS / "navigation_qwen3_8b.yaml").read_text().splitlines():
+        text = line.rstrip(":") if line[:1].isalpha() else text
+        if text in sections and line.startswith("  ") and "enabled: true" not in line:
+            assert "# paper" in line or "# ours" in line, line

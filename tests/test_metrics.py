@@ -1,0 +1,135 @@
+"""metrics.jsonl through interruptions, TensorBoard, plain and live progress, and the table of names."""
+
+import ast
+import io
+import json
+import math
+import pathlib
+import re
+
+import pytest
+from rich.console import Console
+
+from rti_jax import intervention_metrics, metric_names, metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def recorder(folder, step=0, terminal=False, steps=5):
+    return metrics.Recorder(folder, steps, step, Console(file=io.StringIO(), force_terminal=terminal, width=200))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+SCORE = {"mean": 0.25, "low": 0.0, "high": 0.5, "tasks": 2}
+RESULT = {"kinds": {"hard": {"tasks": 2, "pass@1": SCORE, "pass^1": SCORE}}}
+
+
+class TestFile:
+    def test_a_line_a_step_and_null_for_what_is_not_a_number(self, tmp_path):
+        with recorder(tmp_path) as r:
+            r.write(1, {"loss/total": math.nan, "rollout/groups": 3, "a/b": math.inf})
+            assert lines(tmp_path) == [{"step": 1, "loss/total": None, "rollout/groups": 3, "a/b": None}]  # flushed
+            r.write(2, {"loss/total": 0.5})
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+        assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+    def test_a_continued_run_has_each_step_once(self, tmp_path):
+        with recorder(tmp_path) as r:
+            for step in (1, 2, 3, 4):
+                r.write(step, {"x/y": float(step)})
+        with recorder(tmp_path, step=2) as r:  # the checkpoint of step 2 was the last one
+            assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+            r.write(3, {"x/y": 30.0})
+        assert [(line["step"], line["x/y"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+    def test_a_half_written_last_line_is_dropped(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1, "x/y": 1.0}\n{"step": 2, "x/y": 2.')
+        assert metrics.read_metrics(path) == [{"step": 1, "x/y": 1.0}]
+        with recorder(tmp_path, step=2) as r:
+            r.write(3, {})
+        assert [line["step"] for line in lines(tmp_path)] == [1, 3]
+
+    def test_no_file_is_no_lines(self, tmp_path):
+        assert metrics.read_metrics(tmp_path / "metrics.jsonl") == []
+
+    def test_tensorboard_has_the_finite_values(self, tmp_path):
+        with recorder(tmp_path) as r:
+            r.write(1, {"loss/total": 0.5, "rti/nan": math.nan})
+            r.evaluation(1, RESULT)
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        data = events.read_bytes()
+        assert b"loss/total" in data and b"eval/hard/pass_at_1" in data and b"eval/hard/pass_hat_1" in data
+        assert b"rti/nan" not in data
+
+
+class TestProgress:
+    def test_plain_lines_outside_a_terminal(self, tmp_path):
+        r = recorder(tmp_path)
+        with r:
+            r.phase("starting vLLM")
+            for step in (1, 2):
+                for phase in ("rollout", "update"):
+                    r.phase(phase)
+                with r.episodes("rollouts", 8) as seen:
+                    seen("whatever")
+                r.write(step, {"rollout/pre_success": 0.25, "rollout/groups": 4.0, "rollout/groups_all_failed": 1.0})
+            r.evaluation(2, RESULT)
+        said = [line.split("] ")[1] for line in r._console.file.getvalue().splitlines()]
+        assert said == [
+            "starting vLLM",
+            "rollouts: 8 episodes",
+            "step 1/5  success 0.250  failed groups 1/4  no gradient",
+            "step 2/5  success 0.250  failed groups 1/4  no gradient",
+            "evaluation after 2 steps: Pass@1 hard 0.250",
+        ]
+
+    def test_a_terminal_gets_bars_and_the_same_step_lines(self, tmp_path):
+        r = recorder(tmp_path, terminal=True)
+        with r:
+            with r.episodes("rollouts", 8) as seen:
+                seen()
+            r.write(1, {"optimizer/grad_norm": 0.5})
+        text = r._console.file.getvalue()
+        assert "gradient 0.500" in text and "steps" in text
+
+    def test_a_step_without_any_of_the_numbers_still_has_its_line(self):
+        assert metrics.summary_line({"step": 3}) == "no gradient"
+
+    def test_null_values_are_not_formatted(self):
+        line = {
+            "rollout/pre_success": None,
+            "rollout/pre_success_hard": None,
+            "rti/attempts": 2.0,
+            "rti/replaced": None,
+        }
+        assert metrics.summary_line(line) == "corrections 0/0  admitted 0/2  no gradient"
+
+
+class TestNames:
+    def test_the_page_is_the_table(self):
+        text = (ROOT / "docs" / "metrics.md").read_text()
+        assert text == metric_names.table(), "run: python -m rti_jax.metric_names > docs/metrics.md"
+
+    def test_names_that_the_intervention_reports(self):
+        assert metric_names.undocumented(intervention_metrics.statistics([])) == []
+
+    def test_every_metric_name_in_the_source_is_in_the_table(self):
+        groups = {name.partition("/")[0] for name in metric_names.NAMES}
+        found = set()
+        for path in (ROOT / "rti_jax").glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if re.fullmatch(rf"(?:{'|'.join(groups)})/[a-z_]*[a-z]", node.value):
+                        found.add(node.value)
+        assert len(found) > 30 and metric_names.undocumented(found) == []
+
+    @pytest.mark.parametrize(
+        ("name", "known"), [("time/rollout", True), ("rollout/pre_success_hard", True), ("x/y", False)]
+    )
+    def test_patterns(self, name, known):
+        assert (metric_names.meaning(name) is not None) == known
+        assert metric_names.undocumented(["step", name]) == ([] if known else [name])
