@@ -156,13 +156,18 @@ class Learner:
 class Trainer:
     """The loop: what happens in a step, and around the steps."""
 
-    def __init__(self, config: config_lib.Config, run: runs.Run, learner: Learner, engine: Engine, recorder: Recorder):
+    def __init__(
+        self,
+        config: config_lib.Config,
+        run: runs.Run,
+        learner: Learner,
+        engine: Engine,
+        tasks: TaskSets,
+        recorder: Recorder,
+    ):
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
-        self.source = environment_source(config.env)
-        self.tasks = self.source.tasks(config.env.split)
-        self.tasks.held_out = evaluate.limited(self.source.tasks(config.eval.split), config.eval.limit)
-        evaluate.check_disjoint(self.tasks, self.tasks.held_out)
-        self.player = Player(self.source, learner.policy.chat, engine, config)
+        self.tasks = tasks
+        self.player = Player(tasks.source, learner.policy.chat, engine, config)
         self._seconds: dict[str, float] = {}
 
     async def run(self) -> None:
