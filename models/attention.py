@@ -19,7 +19,7 @@ from models.layers import Execution
 
 BLOCK = 128  # query tokens at a time
 SHORT, SHORT_BLOCK = 512, 64  # rows up to SHORT tokens: smaller blocks skip more of the masked half
-SPANS = 8  # a row is cut into at most this many unrolled spans of blocks; a block sees the keys up to its span's end
+SPANS = 4  # a row is cut into at most this many unrolled spans of blocks; a block sees the keys up to its span's end
 HIDDEN_SCORE = -1e30  # finite, so that a row without visible keys stays finite
 
 

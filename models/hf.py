@@ -122,11 +122,14 @@ def load(
     model = describe(path, dtype=dtype, attention=attention, remat=remat, scan_layers=scan_layers, mesh=mesh)
     with checkpoint_folder.Reader(Path(path)) as reader:
         _check(model, reader)
-        arrays = {t.path: _read(reader, t, names.get(model.shardings(), t.path)) for t in model.tensors}
+        placed = model.shardings()
+        arrays = {t.path: _read(reader, t, names.get(placed, t.path)) for t in model.tensors}
     return model, names.nest(arrays)
 
 
-def init(config: Any, rng: jax.Array, *, source: str | Path | None = None, **execution: Any):
+def init(
+    config: Any, rng: jax.Array, *, source: str | Path | None = None, **execution: Any
+) -> tuple[LanguageModel, Params]:
     """A new model with random parameters, for warm starts.
 
     Args:
@@ -157,11 +160,10 @@ def to_hf(model: LanguageModel, params: Params) -> Iterator[tuple[str, np.ndarra
 
     A tied model yields no lm_head.weight. On several hosts every process must iterate.
     """
-    whole: dict[tuple[str, ...], np.ndarray] = {}
     for name, tensor, index in names.entries(model.tensors):
         array = names.get(params, tensor.path)
-        if len(array.sharding.device_set) == 1:  # one copy to the host instead of one per layer
-            array = whole.setdefault(tensor.path, np.asarray(array))
+        if _on_host(array):
+            array = np.asarray(array)  # no copy, where slicing a JAX array would be a dispatch per layer
         value = _to_host(array if index is None else array[index])
         yield name, value.T if tensor.transpose else value
 
@@ -238,6 +240,10 @@ def _read(reader: checkpoint_folder.Reader, tensor: Tensor, sharding: jax.shardi
         return np.ascontiguousarray(array.T if tensor.transpose else array)
 
     return jax.make_array_from_callback(tensor.full_shape, sharding, part)
+
+
+def _on_host(array: jax.Array | np.ndarray) -> bool:
+    return isinstance(array, np.ndarray) or [d.platform for d in array.devices()] == ["cpu"]
 
 
 def _to_host(array: jax.Array | np.ndarray) -> np.ndarray:
