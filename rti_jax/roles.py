@@ -259,7 +259,9 @@ def last_json_object(text: str) -> dict[str, Any] | None:
     while at != -1:
         try:
             found, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+        except RecursionError:
+            return None  # nested without end, and so is what it holds
+        except ValueError:
             end = at + 1
         at = text.find("{", end)
     return found
