@@ -1,0 +1,185 @@
+"""The `rti` command: what each mistake prints, exit codes, and what is imported when."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from rti_jax import cli, engine_errors, launcher
+from rti_jax.config import Config, ConfigError, load_config
+
+ROOT = pathlib.Path(__file__).parents[1]
+COMMANDS = ("train", "eval", "sft", "score", "export", "report")
+TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
+
+
+def rti(*arguments):
+    """Runs a command in this process."""
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(TINY)
+    return path
+
+
+class TestHelp:
+    def test_names_all_commands_and_first_steps(self):
+        text = rti("--help").output
+        assert all(f" {c} " in text for c in COMMANDS) and "rti train configs/quickstart.yaml" in text
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_command_teaches_by_example(self, command):
+        done = rti(command, "--help")
+        assert done.exit_code == 0 and "Example" in done.output and f"rti {command} " in done.output
+
+    def test_a_mistyped_command_names_the_nearest(self):
+        done = rti("trian")
+        assert done.exit_code == 2 and "train" in done.output
+
+    def test_version(self):
+        assert rti("--version").output.startswith("rti-jax 0.")
+
+    def test_help_imports_nothing_heavy(self):
+        heavy = {"jax", "torch", "vllm", "transformers", "numpy"}
+        code = f"import sys, rti_jax.cli; print(sorted({heavy} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.strip() == "[]", done.stderr
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "line"),
+        [
+            (["rti.enabeld=false"], "error: unknown key rti.enabeld; did you mean rti.enabled?"),
+            (["env.tols=full"], "error: unknown key env.tols; did you mean env.tools?"),
+            (["steps=many"], "error: steps: expected an integer, got 'many'"),
+            (["sampling.top_p=0.7"], "error: sampling.top_p=0.7 truncates"),
+            (["env.name=nowhere.module:Thing"], "error: env.name=nowhere.module:Thing: no module nowhere"),
+            (["steps"], "error: override 'steps' is not KEY=VALUE"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["train", "eval"])
+    def test_one_line_and_exit_code_2(self, config, command, arguments, line):
+        done = rti(command, config, *arguments)
+        assert done.exit_code == 2 and done.stdout == ""
+        assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+
+    def test_missing_config(self, tmp_path):
+        done = rti("train", tmp_path / "nope.yaml")
+        assert (done.exit_code, done.stderr) == (2, f"error: {tmp_path / 'nope.yaml'}: no such config\n")
+
+    def test_missing_model_folder(self, config, tmp_path):
+        done = rti("eval", config, "model.path=/nowhere/Qwen3-8B", f"runs_dir={tmp_path}")
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("error: model.path=/nowhere/Qwen3-8B: no config.json there")
+
+    def test_wrong_mesh(self):
+        done = rti("score", "m", "--input", "a", "--output", "b", "--mesh", "fsdp=4,tenser=2")
+        assert (done.exit_code, done.stderr) == (2, "error: --mesh: unknown key tenser; did you mean tensor?\n")
+
+    def test_missing_run_folders(self, tmp_path):
+        (tmp_path / "first").mkdir()
+        (tmp_path / "first" / "config.yaml").write_text("name: first\n")
+        done = rti("export", tmp_path / "frist")
+        assert done.exit_code == 2
+        assert done.stderr == f"error: {tmp_path}/frist does not exist; runs in {tmp_path}: first\n"
+        assert rti("report", tmp_path / "frist").stderr.startswith(f"error: {tmp_path}/frist is not a run folder")
+
+    def test_dry_run_prints_a_config_that_loads(self, config, tmp_path):
+        done = rti("train", config, "optimizer.lr=3e-6", "--dry-run")
+        (tmp_path / "b.yaml").write_text(done.stdout)
+        assert done.exit_code == 0
+        assert load_config(tmp_path / "b.yaml") == load_config(config, ["optimizer.lr=3e-6"])
+
+
+class TestBoundary:
+    """What a command may raise, and what a user sees of it."""
+
+    def run(self, config, monkeypatch, error):
+        def main(resolved):
+            assert isinstance(resolved, Config)
+            raise error
+
+        import rti_jax
+
+        module = type(sys)("rti_jax.train")
+        module.main = main
+        monkeypatch.setitem(sys.modules, "rti_jax.train", module)
+        monkeypatch.setattr(rti_jax, "train", module, raising=False)
+        return rti("train", config)
+
+    @pytest.mark.parametrize(
+        ("error", "code", "text"),
+        [
+            (ConfigError("one\n  two"), 2, "error: one\n  two\n"),
+            (engine_errors.EngineDiedError("the engine is gone"), 1, "error: the engine is gone\n"),
+            (ModuleNotFoundError("No module named 'vllm.v1'", name="vllm.v1"), 1, "error: vLLM is not installed"),
+            (FileNotFoundError(2, "No such file or directory", "/x/y"), 1, "error: /x/y: No such file or directory\n"),
+            (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied\n"),
+            (OSError(28, "No space left on device"), 1, "error: no space left on the disk"),
+            (KeyboardInterrupt(), 130, "\ninterrupted; the same command goes on from the last checkpoint\n"),
+        ],
+    )
+    def test_a_line_and_an_exit_code(self, config, monkeypatch, error, code, text):
+        done = self.run(config, monkeypatch, error)
+        assert done.exit_code == code and done.stderr.startswith(text) and "Traceback" not in done.output
+
+    @pytest.mark.parametrize("error", [ValueError("a bug"), ModuleNotFoundError("No module named 'x'", name="x")])
+    def test_a_bug_keeps_its_traceback(self, config, monkeypatch, error):
+        done = self.run(config, monkeypatch, error)
+        assert done.exception is error and done.exit_code == 1
+
+    def test_debugging_shows_the_traceback_of_a_mistake(self, config, monkeypatch):
+        monkeypatch.setenv("RTI_DEBUG", "1")
+        done = self.run(config, monkeypatch, ConfigError("one"))
+        assert "Traceback" in done.stderr and done.stderr.endswith("error: one\n")
+
+
+class TestLauncher:
+    def test_tcmalloc_is_preferred_and_glibc_tuned_without_it(self):
+        assert launcher.additions({}, "/lib/tc.so")["LD_PRELOAD"] == "/lib/tc.so"
+        assert launcher.additions({}, None) == launcher.GLIBC
+
+    @pytest.mark.parametrize("name", ["LD_PRELOAD", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+    def test_a_variable_that_is_set_wins(self, name):
+        assert launcher.additions({name: "x"}, "/lib/tc.so") == {}
+
+    def test_platform_is_told_without_importing_jax(self):
+        assert launcher.runs_on_cpu({"JAX_PLATFORMS": "cpu"}) and not launcher.runs_on_cpu({"JAX_PLATFORMS": "cuda"})
+
+    def start(self, tmp_path, **environment):
+        """Variables that the process has after `relaunch`, and what it said."""
+        code = "import json, os; from rti_jax import launcher; launcher.relaunch(); print(json.dumps(dict(os.environ)))"
+        clean = {k: v for k, v in os.environ.items() if k not in (launcher.MARK, "LD_PRELOAD", *launcher.GLIBC)}
+        env = {**clean, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "0", **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        )
+        return json.loads(done.stdout), done.stderr
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is chosen on Linux")
+    def test_the_process_starts_once_more_visibly_and_keeps_the_rest(self, tmp_path):
+        flags = "--xla_force_host_platform_device_count=8"
+        variables, said = self.start(tmp_path, XLA_FLAGS=flags)
+        assert variables[launcher.MARK] == "1" and variables["XLA_FLAGS"] == flags
+        assert "LD_PRELOAD" in variables or variables["MALLOC_ARENA_MAX"] == "1"
+        assert said.count("\n") == 1 and "RTI_NO_LAUNCHER=1" in said
+
+    @pytest.mark.parametrize("environment", [{"RTI_NO_LAUNCHER": "1"}, {"JAX_PLATFORMS": "cuda"}, {"LD_PRELOAD": ""}])
+    def test_not_where_it_has_no_place(self, tmp_path, environment):
+        variables, said = self.start(tmp_path, **environment)
+        assert launcher.MARK not in variables and said == ""
+
+
+def test_the_installed_command_reports_a_mistake_without_the_launchers_line(config):
+    command = [sys.executable, "-m", "rti_jax.cli", "train", str(config), "rti.enabeld=false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: unknown key rti.enabeld; did you mean rti.enabled?\n"
