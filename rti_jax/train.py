@@ -168,6 +168,8 @@ class Trainer:
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
         self.tasks = tasks
         self.player = Player(tasks.source, learner.policy.chat, engine, config)
+        endpoints = roles.connect(config.rti)
+        self.roles = roles.Roles(learner.policy.chat, engine, config.sampling, config.rti, endpoints)
         self._seconds: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -222,13 +224,12 @@ class Trainer:
         metrics = summary.group_metrics(groups, tasks)
         if not (config.rti.enabled and config.rti.attempts):
             return groups, metrics
-        cast = roles.Roles(self.player.chat, self.engine, config.sampling, config.rti, roles.connect(config.rti))
         waiting = sum(map(intervention.triggered, groups))
         with self._timed("intervention"), self.recorder.episodes("interventions", waiting) as seen:
             groups = await intervention.intervene(
-                groups, tasks, self.player, cast, self._score, config, step=n, on_episode=seen
+                groups, tasks, self.player, self.roles, self._score, config, step=n, on_episode=seen
             )
-        return groups, metrics | summary.after(groups) | intervention_metrics.statistics(groups, cast.usage)
+        return groups, metrics | summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
 
     async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
