@@ -25,9 +25,10 @@ import numpy as np
 
 from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
-from rti_jax.engine import GenerateRequest, GenerateResult, admit, text_config
+from rti_jax.engine import GenerateRequest, GenerateResult, admit
 from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.loop_thread import LoopThread
+from rti_jax.vllm_settings import text_config
 
 ATTEMPTS = 3  # of a request whose connection fails; seeds make a repeated request the same request
 GENERATE_SECONDS = 3600.0  # an episode's own time limit is the rollout's business

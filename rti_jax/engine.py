@@ -17,14 +17,14 @@ import dataclasses
 import difflib
 import importlib.util
 import itertools
-import json
 import logging
 import multiprocessing
 import os
 import pathlib
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -32,19 +32,11 @@ from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
 from rti_jax.loop_thread import LoopThread
+from rti_jax.vllm_settings import QUIET, arguments, environment
 
 INSTALL = "vLLM is not installed: run `make install` in a checkout, or `pip install 'rti-jax[cpu]'` (cuda, tpu)"
-MAX_SEQUENCES = 1024  # requests that one engine runs at once; more wait inside it
-CPU_CACHE_BYTES = (64 << 20, 4 << 30)  # least and most for the key/value cache on CPU, unless engine.args says so
 SHUTDOWN_SECONDS = 10.0
-
-# Defaults of a vLLM that we start ourselves; what the user's environment sets wins.
-QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # set it to INFO to see vLLM's log
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-}
+_STARTING = threading.Lock()  # one start at a time: it sets environment variables, and claims the new process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +124,18 @@ class VLLMEngine:
         self._broken = ""
         self._requests = itertools.count()
         self._loop = LoopThread()
-        before = set(multiprocessing.active_children())
-        try:
-            self._llm = self._loop.call(_start(self.model_path, config))
-        except BaseException as error:
-            # Ctrl-C included: vLLM's constructor has not returned, so nothing else knows the process that it started.
-            _end(set(multiprocessing.active_children()) - before)
-            self._loop.stop()
-            if isinstance(error, Exception) and not isinstance(error, ConfigError):
-                raise EngineError(f"vLLM did not start ({error}); VLLM_LOGGING_LEVEL=INFO shows its log") from error
-            raise
-        self._processes = set(multiprocessing.active_children()) - before
+        with _STARTING:
+            before = _engine_processes()
+            try:
+                self._llm = self._loop.call(_start(self.model_path, config))
+            except BaseException as error:
+                # Ctrl-C included: vLLM's constructor has not returned, so nothing else knows the process it started.
+                _end(_engine_processes() - before)
+                self._loop.stop()
+                if isinstance(error, Exception) and not isinstance(error, ConfigError):
+                    raise EngineError(f"vLLM did not start ({error}); VLLM_LOGGING_LEVEL=INFO shows its log") from error
+                raise
+            self._processes = _engine_processes() - before
         self.max_context = self._llm.model_config.max_model_len
         self.vocab_size = self._llm.model_config.get_vocab_size()
         self._lock = asyncio.Lock()  # belongs to the engine's loop
@@ -271,7 +264,7 @@ def admit(request: GenerateRequest, max_context: int, vocab_size: int) -> int:
 
 async def _start(model_path: pathlib.Path, config: Config):
     """An AsyncLLM, ready; runs in the loop that will serve it."""
-    with _environment(QUIET):
+    with environment(QUIET):
         # vLLM warns through a logger that it has not configured yet while it is imported.
         logging.getLogger("vllm").addHandler(logging.NullHandler())
         from vllm import AsyncEngineArgs
@@ -279,79 +272,22 @@ async def _start(model_path: pathlib.Path, config: Config):
         from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = current_platform.is_cpu()
-    args = engine_args(model_path, config, on_cpu=on_cpu)
+    args = arguments(model_path, config, on_cpu=on_cpu)
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for key in args.keys() - set(known):
         near = difflib.get_close_matches(key, known, 1)
         raise ConfigError(f"engine.args.{key}: vLLM has no such argument" + (f"; nearest: {near[0]}" if near else ""))
-    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", weight_sync.OWNED_ENGINE: "1"}
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", weight_sync.OWNED_ENGINE: "1"}
     if on_cpu:
-        environment |= {
+        variables |= {
             # One core stays free for the trainer's side of the rollouts, as vLLM itself does by default.
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process; AsyncLLM still spawns that one
         }
     if args.get("enforce_eager"):
-        environment["TORCH_COMPILE_DISABLE"] = "1"
-    with _environment(QUIET | environment):
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    with environment(QUIET | variables):
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
-
-
-def engine_args(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, overridden by config.engine.args key by key."""
-    text = text_config(model_path)
-    length = min(config.sampling.max_context, text.get("max_position_embeddings", config.sampling.max_context))
-    sequences = min(config.rollout.concurrency, MAX_SEQUENCES)
-    args: dict[str, Any] = {
-        "model": str(model_path),
-        "dtype": config.model.dtype,
-        "max_model_len": length,
-        "max_num_seqs": sequences,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,  # ids in, ids out
-        "weight_transfer_config": {"backend": weight_sync.BACKEND},
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if on_cpu:
-        # A prompt must not be split over steps: torch's CPU generators have no offset, so a seeded request dies then.
-        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 16384), "enforce_eager": True}
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            args["kv_cache_memory_bytes"] = _cache_bytes(text, sequences * length, config.model.dtype)
-    else:
-        args["gpu_memory_utilization"] = config.engine.memory_fraction
-    args |= config.engine.args
-    return args
-
-
-def text_config(model_path: pathlib.Path) -> dict[str, Any]:
-    """config.json of a model folder; of a multimodal model the part of its language model."""
-    model = json.loads((model_path / "config.json").read_text())
-    return model.get("text_config", model)
-
-
-def _cache_bytes(text: Mapping[str, Any], tokens: int, dtype: str) -> int:
-    """Key/value cache for twice the tokens that can be in flight: the second half keeps prefixes."""
-    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    per_token = 2 * text["num_hidden_layers"] * heads * width * weight_sync.DTYPES[dtype][1].itemsize
-    least, most = CPU_CACHE_BYTES
-    return max(least, min(most, 2 * tokens * per_token))
-
-
-@contextlib.contextmanager
-def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, for as long as processes are being started."""
-    before = dict(os.environ)
-    os.environ.update({key: value for key, value in defaults.items() if key not in before})
-    try:
-        yield
-    finally:
-        # vLLM sets more of them (LD_PRELOAD for one), which later child processes of the trainer should not see.
-        for key in os.environ.keys() - before.keys():
-            del os.environ[key]
-        os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})
 
 
 def _shutdown(llm, loop: LoopThread, processes: set) -> None:
@@ -360,6 +296,10 @@ def _shutdown(llm, loop: LoopThread, processes: set) -> None:
     finally:
         _end(processes)
         loop.stop()
+
+
+def _engine_processes() -> set:
+    return {process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")}
 
 
 def _end(processes: set) -> None:

@@ -1,6 +1,7 @@
 """The vLLM engine against transformers, and its promises: exact seeds, stop ids, limits, and a clean end."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ import pytest
 from tiny_models import BYTES, VOCAB_SIZE, ReferenceModel, make_qwen3
 
 from rti_jax import engine as engine_lib
+from rti_jax import vllm_settings
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine import GenerateRequest, make_engine
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
@@ -151,19 +153,19 @@ class TestStart:
             make_engine(folder, config(weight_transfer="nccl"))
 
     def test_arguments_follow_the_config_and_the_users_win(self, folder):
-        args = engine_lib.engine_args(folder, config(args={"max_num_seqs": 3, "seed": 5}), on_cpu=True)
+        args = vllm_settings.arguments(folder, config(args={"max_num_seqs": 3, "seed": 5}), on_cpu=True)
         assert (args["max_model_len"], args["max_num_seqs"], args["seed"], args["dtype"]) == (512, 3, 5, "float32")
         assert args["enable_chunked_prefill"] is False
         assert args["kv_cache_memory_bytes"] == 2 * (128 * 512) * (
             2 * 2 * 2 * 32 * 4
         )  # K and V, 2 layers, 2 x 32, fp32
-        args = engine_lib.engine_args(folder, config(memory_fraction=0.3), on_cpu=False)
+        args = vllm_settings.arguments(folder, config(memory_fraction=0.3), on_cpu=False)
         assert args["gpu_memory_utilization"] == 0.3
         assert "enforce_eager" not in args
 
     def test_the_context_is_never_above_the_models(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
-        assert engine_lib.engine_args(tmp_path, config(), on_cpu=False)["max_model_len"] == 128
+        assert vllm_settings.arguments(tmp_path, config(), on_cpu=False)["max_model_len"] == 128
 
     @pytest.mark.slow
     def test_an_unknown_argument_is_named_with_the_nearest(self, folder):
@@ -191,35 +193,54 @@ if __name__ == "__main__":
 """
 
 
+@contextlib.contextmanager
+def trainer_script(folder, tmp_path, stage):
+    """A trainer in a process group of its own, as a terminal gives it; nothing of it is left afterwards."""
+    script = tmp_path / "trainer.py"
+    script.write_text(SCRIPT.format(tests=str(pathlib.Path(__file__).parent), folder=str(folder), stage=stage))
+    with (tmp_path / "errors").open("w") as errors:
+        trainer = subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0
+        )
+    try:
+        yield trainer
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+
+
+def await_line(trainer, first: str) -> list[str]:
+    """The words after `first` of the line that starts with it; lines of libraries before it are skipped."""
+    seen = []
+    for line in trainer.stdout:
+        seen.append(line)
+        if line.split()[:1] == [first]:
+            return line.split()[1:]
+    raise AssertionError(f"no line {first!r} but {seen}")
+
+
 @pytest.mark.slow
 class TestEnd:
-    def start(self, folder, tmp_path, stage):
-        script = tmp_path / "trainer.py"
-        script.write_text(SCRIPT.format(tests=str(pathlib.Path(__file__).parent), folder=str(folder), stage=stage))
-        return subprocess.Popen(
-            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0
-        )
-
     def test_ctrl_c_leaves_the_engine_to_the_trainer_and_a_killed_trainer_leaves_no_engine(self, folder, tmp_path):
-        trainer = self.start(folder, tmp_path, "running")
-        _, *pids = trainer.stdout.readline().split()
-        assert len(pids) == 1
-        os.killpg(trainer.pid, signal.SIGINT)  # as the terminal does
-        assert trainer.stdout.readline().split() == ["sampled", "24"]
-        assert trainer.wait(300) == -signal.SIGKILL
-        wait_until_gone(trainer.pid)
+        with trainer_script(folder, tmp_path, "running") as trainer:
+            assert len(await_line(trainer, "engine")) == 1
+            os.killpg(trainer.pid, signal.SIGINT)
+            assert await_line(trainer, "sampled") == ["24"]
+            assert trainer.wait(300) == -signal.SIGKILL
+            wait_until_gone(trainer.pid)
 
     def test_ctrl_c_while_starting_leaves_nothing(self, folder, tmp_path):
-        trainer = self.start(folder, tmp_path, "starting")
-        assert trainer.stdout.readline() == "starting\n"
-        deadline = time.monotonic() + 300
-        while len(processes(trainer.pid)) < 2:
-            assert time.monotonic() < deadline and trainer.poll() is None
-            time.sleep(0.05)
-        time.sleep(2)  # the engine's process is importing
-        os.killpg(trainer.pid, signal.SIGINT)
-        assert trainer.wait(300) != 0
-        wait_until_gone(trainer.pid)
+        with trainer_script(folder, tmp_path, "starting") as trainer:
+            await_line(trainer, "starting")
+            deadline = time.monotonic() + 300
+            while len(processes(trainer.pid)) < 2:
+                assert time.monotonic() < deadline and trainer.poll() is None
+                time.sleep(0.05)
+            time.sleep(2)  # the engine's process is importing
+            os.killpg(trainer.pid, signal.SIGINT)
+            assert trainer.wait(300) != 0
+            wait_until_gone(trainer.pid)
 
     def test_a_dead_engine_says_so_and_close_ends_everything(self, engine):
         """Last of the module: it ends the shared engine."""
@@ -258,7 +279,5 @@ def processes(group: int) -> list[int]:
 def wait_until_gone(group: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while left := processes(group):
-        if time.monotonic() > deadline:
-            os.killpg(group, signal.SIGKILL)
-            raise AssertionError(f"processes {left} outlived their trainer")
+        assert time.monotonic() < deadline, f"processes {left} outlived their trainer"
         time.sleep(0.1)

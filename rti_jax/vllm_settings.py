@@ -1,0 +1,79 @@
+"""vLLM's arguments and environment from a config. Imports no vLLM."""
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rti_jax import weight_sync
+from rti_jax.config import Config
+
+MAX_SEQUENCES = 1024  # requests that one engine runs at once; more wait inside it
+CPU_CACHE_BYTES = (64 << 20, 4 << 30)  # least and most for the key/value cache on CPU, unless engine.args says so
+
+# Defaults of a vLLM that we start ourselves; what the user's environment sets wins.
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # set it to INFO to see vLLM's log
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: ours, overridden by config.engine.args key by key."""
+    text = text_config(model_path)
+    length = min(config.sampling.max_context, text.get("max_position_embeddings", config.sampling.max_context))
+    sequences = min(config.rollout.concurrency, MAX_SEQUENCES)
+    args: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": config.model.dtype,
+        "max_model_len": length,
+        "max_num_seqs": sequences,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "weight_transfer_config": {"backend": weight_sync.BACKEND},
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if on_cpu:
+        # A prompt must not be split over steps: torch's CPU generators have no offset, so a seeded request dies then.
+        args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 16384), "enforce_eager": True}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            args["kv_cache_memory_bytes"] = _cache_bytes(text, sequences * length, config.model.dtype)
+    else:
+        args["gpu_memory_utilization"] = config.engine.memory_fraction
+    args |= config.engine.args
+    return args
+
+
+def text_config(model_path: pathlib.Path) -> dict[str, Any]:
+    """config.json of a model folder; of a multimodal model the part of its language model."""
+    model = json.loads((model_path / "config.json").read_text())
+    return model.get("text_config", model)
+
+
+def _cache_bytes(text: Mapping[str, Any], tokens: int, dtype: str) -> int:
+    """Key/value cache for twice the tokens that can be in flight: the second half keeps prefixes."""
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    per_token = 2 * text["num_hidden_layers"] * heads * width * weight_sync.DTYPES[dtype][1].itemsize
+    least, most = CPU_CACHE_BYTES
+    return max(least, min(most, 2 * tokens * per_token))
+
+
+@contextlib.contextmanager
+def environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, for as long as processes are being started."""
+    before = dict(os.environ)
+    os.environ.update({key: value for key, value in defaults.items() if key not in before})
+    try:
+        yield
+    finally:
+        # vLLM sets more of them (LD_PRELOAD for one), which later child processes of the trainer should not see.
+        for key in os.environ.keys() - before.keys():
+            del os.environ[key]
+        os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})
