@@ -94,7 +94,7 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     console.print(
         f"Look at {run.report} in a browser; {run.export} is a Hugging Face folder for transformers and vLLM.\n"
         f"Next: the same budget without intervention, to compare (its own run folder):\n"
-        f"  rti train CONFIG name={config.name}_grpo rti.enabled=false\n"
+        f"  rti train {run.config} name={config.name}_grpo rti.enabled=false\n"
         f"This run is complete: more steps with steps={2 * config.steps}, anew with name=another, "
         f"or remove {run.folder}."
     )
