@@ -59,7 +59,7 @@ class Execution:
         return "highest" if self.dtype == "float32" else "default"
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Keeps activations [B, ...] split over rows where the mesh divides them."""
+        """Keeps activations [B, ...] split over rows (and nothing else) where the mesh divides them."""
         if self.mesh is None:
             return x
         axes = tuple(a for a in BATCH_AXES if a in self.mesh.axis_names)
@@ -67,6 +67,14 @@ class Execution:
         if x.shape[0] % shards:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(axes)))
+
+    def constrain_table(self, table: jax.Array) -> jax.Array:
+        """An embedding table [V, D] as a lookup needs it: all rows, so that no look-up crosses devices."""
+        if self.mesh is None:
+            return table
+        divides = table.shape[1] % self.mesh.shape.get("tensor", 1) == 0
+        axis = "tensor" if "tensor" in self.mesh.axis_names and divides else None
+        return jax.lax.with_sharding_constraint(table, NamedSharding(self.mesh, PartitionSpec(None, axis)))
 
 
 @jax.custom_vjp
@@ -110,8 +118,10 @@ class Embedding(nnx.Module):
     def __init__(self, vocabulary: int, width: int, *, std: float, rngs: nnx.Rngs):
         self.embedding = nnx.Param(std * jax.random.normal(rngs.params(), (vocabulary, width)))
 
-    def __call__(self, tokens: jax.Array, dtype: str) -> jax.Array:
-        return self.embedding[...][tokens].astype(dtype)
+    def __call__(self, tokens: jax.Array, execution: Execution) -> jax.Array:
+        """tokens [B, T] -> [B, T, D] in the compute dtype."""
+        table = execution.constrain_table(self.embedding[...])
+        return execution.constrain(table[tokens].astype(execution.dtype))
 
 
 class RMSNorm(nnx.Module):

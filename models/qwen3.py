@@ -148,7 +148,7 @@ class Model(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """tokens, positions, segment_ids [B, T] -> [B, T, D]."""
-        x = self.execution.constrain(self.embed_tokens(tokens, self.execution.dtype))
+        x = self.embed_tokens(tokens, self.execution)
         cos, sin = self.config.rope.tables(positions, self.config.head_dim)
         x = layers.run_layers(self.layers, x, self.execution, cos, sin, segment_ids)
         return self.norm(x)

@@ -29,6 +29,7 @@ def token_logprobs(
     *,
     entropy: bool = False,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probabilities of `tokens` under softmax(hidden head / temperature), never holding [B, T, V].
 
@@ -38,7 +39,9 @@ def token_logprobs(
       tokens, segment_ids: int [B, T]; segment 0 is padding.
       temperature: of the sampling distribution.
       entropy: also returns the entropy of each token's distribution, without gradient.
-      chunk: tokens whose logits are held at a time.
+      chunk: tokens whose logits a device holds at a time.
+      mesh: devices; rows are split over its axes data and fsdp, and the head's gradient is summed over them once, not
+        once per chunk.
 
     Returns:
       logprobs [B, T] float32, aligned with `tokens`, 0 at the first token of a segment and on padding; entropy in the
@@ -46,14 +49,20 @@ def token_logprobs(
     """
     batch, length, width = hidden.shape
     targets = jnp.roll(tokens, -1, axis=1)  # the last column wraps and is masked below
-    rows_chunk = chunk or max(256, min(CHUNK_TOKENS, CHUNK_BYTES // 4 // head.shape[1]))
-    count = -(-batch * length // rows_chunk)
-    columns = -(-length // count)
-    padding = columns * -(-length // columns) - length
+    axes = _row_axes(mesh, batch)
+    shards = int(np.prod([mesh.shape[a] for a in axes], dtype=int)) if axes else 1
+    tokens_held = chunk or max(256, min(CHUNK_TOKENS, CHUNK_BYTES // 4 // head.shape[1]))
+    columns = -(-length // -(-batch * length // shards // tokens_held))
+    padding = -length % columns
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
     with jax.default_matmul_precision("highest" if hidden.dtype == jnp.float32 else "default"):
-        values, entropies = _fused(hidden, head, targets, 1.0 / jnp.float32(temperature), columns, entropy)
+        fused = functools.partial(_fused, columns=columns, entropy=entropy)
+        if axes:
+            rows, whole = PartitionSpec(axes), PartitionSpec()
+            specs = {"in_specs": (rows, whole, rows, whole), "out_specs": (rows, rows)}
+            fused = jax.shard_map(fused, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)
+        values, entropies = fused(hidden, head, targets, 1.0 / jnp.float32(temperature))
 
     continues = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
 
@@ -61,6 +70,13 @@ def token_logprobs(
         return jnp.pad(jnp.where(continues, x[:, : length - 1], 0.0), ((0, 0), (1, 0)))
 
     return aligned(values), aligned(jax.lax.stop_gradient(entropies)) if entropy else None
+
+
+def _row_axes(mesh: Mesh | None, batch: int) -> tuple[str, ...]:
+    """Mesh axes that split the rows; empty if there is one shard or the rows do not divide."""
+    axes = tuple(a for a in ("data", "fsdp") if mesh is not None and a in mesh.axis_names)
+    shards = int(np.prod([mesh.shape[a] for a in axes], dtype=int))
+    return axes if shards > 1 and batch % shards == 0 else ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -77,12 +93,17 @@ def _forward(hidden, head, targets, scale, columns: int, entropy: bool):
         logits = _logits(_slice(hidden, start, columns), weights, scale)
         picked = jnp.take_along_axis(logits, _slice(targets, start, columns)[..., None], axis=-1)[..., 0]
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        spread = normaliser - (jnp.exp(logits - normaliser[..., None]) * logits).sum(-1) if entropy else normaliser
+        spread = _entropy(logits - normaliser[..., None]) if entropy else normaliser
         return None, (picked - normaliser, normaliser, spread)
 
     _, outputs = jax.lax.scan(one, None, jnp.arange(0, hidden.shape[1], columns))
     values, normaliser, spread = (_unchunk(x) for x in outputs)
     return (values, spread), (hidden, head, targets, scale, normaliser)
+
+
+def _entropy(table: jax.Array) -> jax.Array:
+    """-sum p log p over the last axis of log-probabilities."""
+    return -jnp.sum(jnp.exp(table) * table, axis=-1)
 
 
 def _slice(x: jax.Array, start: jax.Array, columns: int) -> jax.Array:
@@ -158,7 +179,7 @@ class Scorer:
         def run(params, tokens, positions, segment_ids, temperature):
             self.compilations += 1
             hidden = model.hidden(params, tokens, positions, segment_ids)
-            return token_logprobs(hidden, model.head(params), tokens, segment_ids, temperature)[0]
+            return token_logprobs(hidden, model.head(params), tokens, segment_ids, temperature, mesh=mesh)[0]
 
         self._run = run
 

@@ -20,6 +20,7 @@ from rti_jax import config as config_lib
 from rti_jax.logprobs import Row, Scorer
 
 WINDOW = 4096  # lines that are in memory at a time
+SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")  # where there is no tokenizer.json
 
 
 class BadRow(Exception):
@@ -155,12 +156,11 @@ def _encoder(folder: Path) -> Callable[[str, bool], list[int]]:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids
-    try:
-        from transformers import AutoTokenizer
+    if not any((folder / name).is_file() for name in SLOW_TOKENIZERS):
+        raise config_lib.ConfigError(f"{folder} has no tokenizer files, which text rows need")
+    from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whatever a missing or broken tokenizer raises
-        raise config_lib.ConfigError(f"{folder} has no readable tokenizer, which text rows need: {error}") from error
+    slow = AutoTokenizer.from_pretrained(folder)
     return lambda text, special: slow.encode(text, add_special_tokens=special)
 
 

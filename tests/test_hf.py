@@ -1,0 +1,312 @@
+"""Hugging Face folders: round trips, errors, what an export holds, and parameters born on their shards."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_models import make_qwen3
+
+from models import checkpoint_folder, hf, names
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name, options in {
+        "tied": {"tied": True},
+        "untied": {"tied": False, "attention_bias": True},
+        "sharded": {"tied": False, "max_shard_size": "100KB"},
+    }.items():
+        make_qwen3(root / name, **options)
+    return root
+
+
+@pytest.fixture(params=["tied", "untied", "sharded"])
+def folder(request, folders):
+    return folders / request.param
+
+
+def tensors_of(folder):
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def rewrite(folder, target, change):
+    """A copy of a single-file folder whose tensors `change` has edited."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    tensors = tensors_of(folder)
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+class TestRoundTrip:
+    def test_tensors_come_back_as_they_were(self, folder):
+        model, params = hf.load(folder)
+        ours, theirs = dict(hf.to_hf(model, params)), tensors_of(folder)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert ours[name].dtype == np.float32 and np.array_equal(ours[name], theirs[name]), name
+
+    def test_a_tied_model_has_no_head(self, folders):
+        model, params = hf.load(folders / "tied")
+        assert "lm_head.weight" not in dict(hf.to_hf(model, params))
+        assert np.array_equal(model.head(params), params["embed_tokens"]["embedding"].T)
+
+    def test_names_come_layer_by_layer(self, folders):
+        model, params = hf.load(folders / "tied")
+        order = [name for name, _ in hf.to_hf(model, params)]
+        assert order[0] == "model.embed_tokens.weight" and order[-1] == "model.norm.weight"
+        layers = [name.split(".")[2] for name in order[1:-1]]
+        assert layers == sorted(layers) and set(layers) == {"0", "1"}
+
+    def test_parameters_are_stacked_float32_masters(self, folders):
+        _, params = hf.load(folders / "tied", dtype="bfloat16")
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+        assert params["layers"]["self_attn"]["q_proj"]["kernel"].shape == (2, 64, 128)
+
+    def test_transformers_loads_what_save_writes(self, folder, tmp_path):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model, params = hf.load(folder)
+        params = jax.tree.map(lambda x: x * 1.01, params)
+        out = hf.save(model, params, tmp_path / "out")
+        loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        theirs = dict(loaded.named_parameters())
+        ours = dict(hf.to_hf(model, params))
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            assert np.array_equal(theirs[name].detach().float().numpy(), value), name
+        assert AutoTokenizer.from_pretrained(out).chat_template
+        assert loaded.generation_config.eos_token_id == [258, 256]  # the list, not one of them
+
+    def test_save_keeps_config_and_companions(self, folders, tmp_path):
+        source = rewrite(folders / "tied", tmp_path / "source", lambda t: None)
+        raw = json.loads((source / "config.json").read_text()) | {"own_key": {"a": 1}, "attention_dropout": 0.0}
+        (source / "config.json").write_text(json.dumps(raw))
+        for name in ("LICENSE", "README.md", "pytorch_model.bin", "chat_template.jinja"):
+            (source / name).write_text(name)
+        model, params = hf.load(source)
+        out = hf.save(model, params, tmp_path / "out")
+        assert json.loads((out / "config.json").read_text()) == raw
+        kept = {f.name for f in source.iterdir()} - {"pytorch_model.bin"}
+        assert {f.name for f in out.iterdir()} == kept
+
+    def test_bfloat16_folder(self, folders, tmp_path):
+        model, params = hf.load(folders / "tied")
+        half = hf.save(model, params, tmp_path / "half", dtype="bfloat16")
+        assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+        again, loaded = hf.load(half)
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+        assert jax.tree.all(jax.tree.map(np.array_equal, loaded, rounded))
+        assert tensors_of(hf.save(again, loaded, tmp_path / "again"))["model.norm.weight"].dtype == jnp.bfloat16
+
+    def test_large_models_are_split(self, folders, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoint_folder, "SHARD_BYTES", 100_000)
+        model, params = hf.load(folders / "untied")
+        out = hf.save(model, params, tmp_path / "out")
+        files = sorted(out.glob("*.safetensors"))
+        assert len(files) > 1 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == tensors_of(out).keys()
+        assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors_of(out).values())
+        _, loaded = hf.load(out)
+        assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
+
+
+class TestSaveSafely:
+    def test_an_existing_model_is_replaced_whole(self, folders, tmp_path):
+        model, params = hf.load(folders / "tied")
+        out = hf.save(model, params, tmp_path / "out")
+        (out / "stale.txt").write_text("old")
+        hf.save(model, params, out)
+        assert not (out / "stale.txt").exists() and list(tmp_path.iterdir()) == [out]
+
+    def test_a_failed_save_leaves_the_old_model(self, folders, tmp_path, monkeypatch):
+        model, params = hf.load(folders / "tied")
+        out = hf.save(model, params, tmp_path / "out")
+        before = {f.name: f.read_bytes() for f in out.iterdir()}
+
+        def fail(*args, **kwargs):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(checkpoint_folder, "save_file", fail)
+        with pytest.raises(OSError, match="disk full"):
+            hf.save(model, params, out)
+        assert {f.name: f.read_bytes() for f in out.iterdir()} == before and list(tmp_path.iterdir()) == [out]
+
+    def test_another_folder_is_not_overwritten(self, folders, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        model, params = hf.load(folders / "tied")
+        with pytest.raises(ValueError, match="exists and is not a model folder"):
+            hf.save(model, params, tmp_path)
+
+    def test_saving_over_the_source(self, folders, tmp_path):
+        source = rewrite(folders / "tied", tmp_path / "source", lambda t: None)
+        model, params = hf.load(source)
+        hf.save(model, jax.tree.map(lambda x: x + 1, params), source)
+        assert np.array_equal(hf.load(source)[1]["norm"]["scale"], params["norm"]["scale"] + 1)
+        assert (source / "tokenizer.json").is_file()
+
+
+class TestLoadErrors:
+    def test_every_difference_is_listed(self, folders, tmp_path):
+        def damage(tensors):
+            tensors["model.layers.0.mlp.extra.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+            tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].copy()
+
+        with pytest.raises(ValueError) as error:
+            hf.load(rewrite(folders / "tied", tmp_path / "bad", damage))
+        for part in (
+            "missing model.layers.0.mlp.up_proj.weight [128, 64]",
+            "unexpected model.layers.0.mlp.extra.weight [128, 64]",
+            "model.norm.weight is [63], expected [64]",
+        ):
+            assert part in str(error.value)
+
+    def test_a_stored_copy_of_a_tied_head_is_no_error(self, folders, tmp_path):
+        def duplicate(tensors):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+        model, params = hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
+        assert "lm_head" not in params
+
+    def test_missing_things_are_named(self, folders, tmp_path):
+        with pytest.raises(ValueError, match="nowhere does not exist"):
+            hf.load(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match="has no config.json"):
+            hf.load(tmp_path)
+        (tmp_path / "config.json").write_bytes((folders / "tied" / "config.json").read_bytes())
+        with pytest.raises(ValueError, match=r"has no \*.safetensors weights"):
+            hf.load(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"cut")
+        with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
+            hf.load(tmp_path)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="config.json is not valid JSON"):
+            hf.load(tmp_path)
+
+    def test_a_missing_shard_is_named(self, folders, tmp_path):
+        for file in (folders / "sharded").iterdir():
+            if not file.name.startswith("model-00002"):
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        with pytest.raises(ValueError, match="files that are not there: model-00002"):
+            hf.load(tmp_path)
+
+    def test_unsupported_families_and_settings_are_named(self, folders, tmp_path):
+        raw = json.loads((folders / "tied" / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "mamba"}))
+        with pytest.raises(ValueError, match="model type 'mamba' is not supported; supported are .*qwen3"):
+            hf.load(tmp_path)
+        (tmp_path / "config.json").write_text(
+            json.dumps(raw | {"rope_parameters": {"rope_type": "longrope", "factor": 2}})
+        )
+        with pytest.raises(ValueError, match="rope type 'longrope' is not supported"):
+            hf.load(tmp_path)
+
+
+class TestInit:
+    def test_from_a_folder_without_weights(self, folders, tmp_path):
+        for file in (folders / "tied").iterdir():
+            if file.suffix != ".safetensors":
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        model, params = hf.init(tmp_path, jax.random.key(0))
+        again, same = hf.init(tmp_path, jax.random.key(0))
+        other = hf.init(tmp_path, jax.random.key(1))[1]
+        assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+        kernel = np.asarray(params["layers"]["mlp"]["up_proj"]["kernel"])
+        assert not np.array_equal(kernel, other["layers"]["mlp"]["up_proj"]["kernel"])
+        assert not np.array_equal(kernel[0], kernel[1])  # layers differ
+        out = hf.save(model, params, tmp_path.with_name("out"))
+        assert (out / "tokenizer.json").is_file()
+        assert jax.tree.all(jax.tree.map(np.array_equal, hf.load(out)[1], params))
+
+    def test_from_a_config(self, folders, tmp_path):
+        config = dataclasses.replace(hf.describe(folders / "tied").config, hidden_size=32)
+        model, params = hf.init(config, jax.random.key(0), scan_layers=False)
+        assert model.source is None and not model.execution.scan_layers
+        out = hf.save(model, params, tmp_path / "out")
+        assert hf.describe(out).config == config
+        from transformers import AutoModelForCausalLM
+
+        assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+
+
+class TestSharding:
+    def test_table_of_rules(self, folders):
+        mesh = jax.sharding.AbstractMesh((1, 4, 2), ("data", "fsdp", "tensor"))
+        specs = {t.path: tuple(t.spec(mesh)) for t in hf.describe(folders / "untied").tensors}
+        assert specs["embed_tokens", "embedding"] == ("tensor", "fsdp")
+        assert specs["layers", "self_attn", "q_proj", "kernel"] == (None, "fsdp", "tensor")
+        assert specs["layers", "self_attn", "q_proj", "bias"] == (None, "tensor")
+        assert specs["layers", "mlp", "down_proj", "kernel"] == (None, "tensor", "fsdp")
+        assert specs["layers", "input_layernorm", "scale"] == (None, None)
+        uneven = names.Tensor(("a",), "a", (6, 3), ("embed", "mlp"))
+        assert tuple(uneven.spec(mesh)) == (None, None)
+
+    @pytest.mark.slow
+    def test_eight_devices(self, folders):
+        """Shards, logits, gradients, saved tensors and log-probabilities equal one device's."""
+        script = EIGHT_DEVICES.replace("FOLDER", repr(str(folders / "untied")))
+        environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": "."}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | environment, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "Involuntary full rematerialization" not in done.stderr
+
+
+EIGHT_DEVICES = """
+import jax, numpy as np
+from models import checkpoint_folder, hf
+from rti_jax.logprobs import Scorer, token_logprobs
+
+largest = []
+read = checkpoint_folder.Reader.read
+def watched(self, name, index):
+    part = read(self, name, index)
+    largest.append(part.size)
+    return part
+checkpoint_folder.Reader.read = watched
+
+auto = (jax.sharding.AxisType.Auto,) * 3
+mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
+model, params = hf.load(FOLDER, mesh=mesh)
+assert max(largest) == 272 * 64 // 4, max(largest)  # no read is larger than a shard
+kernel = params["layers"]["self_attn"]["q_proj"]["kernel"]
+assert kernel.addressable_shards[0].data.shape == (2, 32, 64), kernel.sharding
+
+single, whole = hf.load(FOLDER)
+assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), params, whole))
+for (name, a), (other, b) in zip(hf.to_hf(model, params), hf.to_hf(single, whole), strict=True):
+    assert name == other and np.array_equal(a, b)
+
+tokens = np.random.default_rng(0).integers(0, 272, (4, 40)).astype(np.int32)
+positions, ones = np.broadcast_to(np.arange(40, dtype=np.int32), tokens.shape), np.ones_like(tokens)
+def loss(model):
+    def total(p):
+        hidden = model.hidden(p, tokens, positions, ones)
+        return token_logprobs(hidden, model.head(p), tokens, ones, 0.7, chunk=16, mesh=model.mesh)[0].mean()
+    return jax.jit(jax.value_and_grad(total), out_shardings=(None, model.shardings()))
+a, grads = loss(model)(params)
+b, expected = loss(single)(whole)
+np.testing.assert_allclose(a, b, rtol=1e-5)
+jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, expected)
+
+rows = [(tokens[0, :5], tokens[0, 5:n]) for n in (6, 20, 40)]
+for x, y in zip(*(Scorer(*m, buckets=(64,)).score(p, rows) for m, p in (((model, mesh), params), ((single,), whole))), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5)
+
+created = hf.init(model.config, jax.random.key(0), mesh=mesh)[1]
+assert created["layers"]["self_attn"]["q_proj"]["kernel"].sharding.is_equivalent_to(kernel.sharding, 3)
+"""

@@ -1,0 +1,302 @@
+"""Shared blocks: norm, rotary positions, projection, attention and the layer loop, by hand and against references."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import accelerated_attention, attention, layers
+
+
+def naive_attention(q, k, v, segment_ids):
+    """The definition, with T x T scores."""
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / np.sqrt(q.shape[-1])
+    visible = jnp.tril(jnp.ones((length, length), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+
+
+def draw(length, heads=4, kv_heads=2, dim=8, rows=2, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(length), 4)
+    shapes = [(rows, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def segments(length, rows=2):
+    """Row 0: three segments and padding; row 1: one segment."""
+    cuts = np.array([0.3, 0.35, 0.8]) * length
+    first = np.where(np.arange(length) >= cuts[2], 0, 1 + np.searchsorted(cuts[:2], np.arange(length), side="right"))
+    return jnp.asarray(np.stack([first, np.ones(length)]).astype(np.int32))
+
+
+class TestRMSNorm:
+    def test_by_hand(self):
+        norm = layers.RMSNorm(2, eps=0.5)
+        norm.scale[...] = jnp.array([1.0, 10.0])
+        # mean of squares of (1, 2) is 2.5; plus 0.5 is 3
+        np.testing.assert_allclose(norm(jnp.array([[1.0, 2.0]])), [[1 / 3**0.5, 20 / 3**0.5]], rtol=1e-6)
+
+    def test_statistics_are_float32(self):
+        x = jnp.full((1, 512), 300.0, jnp.bfloat16)  # squares sum to 4.6e7; in bfloat16 the sum would stall
+        np.testing.assert_allclose(layers.RMSNorm(512, 1e-6)(x).astype(jnp.float32), 1.0, rtol=1e-2)
+
+
+class TestProject:
+    def test_gradients_are_those_of_a_matrix_product(self):
+        x, w, d = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((2, 3, 4), (4, 5), (2, 3, 5))))
+        ours = jax.grad(lambda x, w: (layers.project(x, w) * d).sum(), (0, 1))(x, w)
+        reference = jax.grad(lambda x, w: (x @ w * d).sum(), (0, 1))(x, w)
+        for a, b in zip(ours, reference, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+    def test_kernel_gradient_is_accumulated_in_float32(self):
+        x, w = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1))
+        grad = jax.grad(lambda w: layers.project(x, w).sum().astype(jnp.float32))(w)
+        assert grad.dtype == jnp.float32
+        assert grad[0, 0] == 4096  # ones added one by one in bfloat16 stop at 256
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_mscale": {"factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn_factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.5,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+class TestRope:
+    @pytest.mark.parametrize("name", ROPES)
+    def test_frequencies_are_those_of_transformers(self, name):
+        from transformers import Qwen3Config
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kind = name.split("_")[0]
+        raw = {"rope_type": kind, "rope_theta": 5000.0, **ROPES[name]}
+        config = Qwen3Config(rope_parameters=dict(raw), max_position_embeddings=256, head_dim=32)
+        inverse, factor = layers.Rope.from_hf(config.to_dict()).frequencies(32)
+        if kind == "default":
+            np.testing.assert_allclose(inverse, 5000.0 ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
+            assert factor == 1.0
+            return
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
+        np.testing.assert_allclose(inverse, expected.numpy(), rtol=2e-6)
+        assert factor == pytest.approx(expected_factor, rel=1e-6)
+
+    def test_by_hand(self):
+        # One pair, theta^0 = 1: position p turns (1, 0) into (cos p, sin p).
+        cos, sin = layers.Rope(10000.0).tables(jnp.array([[0, 1, 2]]), 2)
+        turned = layers.rotate(jnp.tile(jnp.array([1.0, 0.0]), (1, 3, 1, 1)).reshape(1, 3, 1, 2), cos, sin)
+        np.testing.assert_allclose(turned[0, :, 0], [[np.cos(p), np.sin(p)] for p in range(3)], atol=1e-6)
+
+    def test_partial_leaves_the_rest_of_the_head(self):
+        cos, sin = layers.Rope(10000.0, partial=0.5).tables(jnp.array([[3]]), 8)
+        assert cos.shape[-1] == 2
+        x = jnp.arange(8.0).reshape(1, 1, 1, 8)
+        turned = layers.rotate(x, cos, sin)
+        assert np.array_equal(turned[..., 4:], x[..., 4:]) and not np.allclose(turned[..., :4], x[..., :4])
+
+    def test_keys_of_older_config_files(self):
+        old = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}}
+        assert layers.Rope.from_hf(old) == layers.Rope.from_hf(new)
+        assert layers.Rope.from_hf({"rope_theta": 1e6, "rope_scaling": None}) == layers.Rope(1e6)
+        assert layers.Rope.from_hf({"rope_parameters": layers.Rope.from_hf(old).to_hf()}) == layers.Rope.from_hf(old)
+
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "proportional"])
+    def test_other_types_are_refused_by_name(self, kind):
+        with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported; supported are default, linear"):
+            layers.Rope.from_hf({"rope_parameters": {"rope_type": kind, "factor": 2.0}})
+
+    def test_a_missing_key_is_named(self):
+        with pytest.raises(ValueError, match="'llama3' needs low_freq_factor, high_freq_factor"):
+            layers.Rope.from_hf({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}, "max_position_embeddings": 64})
+
+
+class TestAttention:
+    @pytest.mark.parametrize(
+        ("length", "block"),
+        [(1, None), (64, 64), (65, 64), (90, 8)],  # one block, two, three spans of four
+    )
+    def test_values_and_gradients(self, length, block):
+        q, k, v, d = draw(length)
+        ids = segments(length)
+
+        keep = (ids > 0)[..., None, None]
+
+        def grads(function):
+            return jax.jit(jax.value_and_grad(lambda *a: (function(*a, ids) * d * keep).sum(), (0, 1, 2)))
+
+        (ours, our_grads) = grads(lambda *a: attention.blockwise(*a, block=block))(q, k, v)
+        (reference, reference_grads) = grads(naive_attention)(q, k, v)
+        np.testing.assert_allclose(ours, reference, rtol=1e-5)
+        for a, b in zip(our_grads, reference_grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+
+    def test_other_segments_change_nothing(self):
+        q, k, v, _ = draw(70)
+        ids = segments(70)
+        first = np.asarray(ids[0] == 1)
+        run = jax.jit(lambda *a: attention.blockwise(*a, ids, block=16))
+        before = run(q, k, v)
+        noise = jnp.where(first[None, :, None, None], 0.0, 1e4)
+        after = run(q + noise, k + noise, v + noise)
+        assert np.array_equal(before[0, first], after[0, first])  # bit for bit
+        assert not np.allclose(before[0, ~first], after[0, ~first])
+
+    def test_padding_is_finite_in_both_directions(self):
+        q, k, v, _ = draw(20)
+        ids = jnp.zeros((2, 20), jnp.int32)
+        grads = jax.jit(jax.grad(lambda *a: attention.blockwise(*a, ids, block=8).sum(), (0, 1, 2)))(q, k, v)
+        assert all(np.isfinite(g).all() for g in grads)
+
+    def test_bfloat16_keeps_float32_statistics(self):
+        q, k, v, d = draw(64)
+        ids = segments(64)
+        half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+        ours = jax.jit(lambda *a: attention.blockwise(*a, ids, block=32))(*half)
+        reference = naive_attention(*(x.astype(jnp.float32) for x in half), ids)
+        keep = np.asarray(ids > 0)
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(ours.astype(jnp.float32)[keep], reference[keep], atol=2e-2)
+
+    def test_nothing_of_size_t_by_t_is_held(self):
+        length = 512
+        q, k, v, d = draw(length, heads=1, kv_heads=1, rows=1)
+        ids = jnp.ones((1, length), jnp.int32)
+
+        def largest(function):
+            jaxpr = jax.make_jaxpr(jax.grad(lambda q, k, v: (function(q, k, v, ids) * d).sum(), (0, 1, 2)))(q, k, v)
+            return max(sizes(jaxpr.jaxpr))
+
+        block = 16
+        assert largest(naive_attention) >= length * length
+        assert largest(lambda *a: attention.blockwise(*a, block=block)) <= max(block * length, length * 8)
+
+    @pytest.mark.parametrize(("length", "block"), [(64, 64), (100, 16), (128, 16), (1000, 128), (32768, 128)])
+    def test_spans_cover_each_block_once_and_little_beyond_the_diagonal(self, length, block):
+        spans = attention._spans(length, block)
+        starts = [s for _, span in spans for s in span]
+        assert starts == list(range(0, -(-length // block) * block, block))
+        assert all(min(s + block, length) <= keys for keys, span in spans for s in span)
+        visited = sum(keys * block for keys, span in spans for _ in span)
+        assert visited <= length * length * 0.63 + block * length  # half is the least; all would be 1
+        assert len(spans) <= attention.SPANS
+
+    def test_auto_by_device(self):
+        half = jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
+        assert attention._best("cpu", half) == "blockwise"
+        assert attention._best("gpu", half) == "cudnn"
+        assert attention._best("gpu", half.astype(jnp.float32)) == "blockwise"  # cuDNN's kernels are half precision
+        assert attention._best("tpu", half) == "splash"
+        assert attention._best("tpu", half[:, :100]) == "blockwise"
+
+    @pytest.mark.slow
+    def test_splash_interpreted(self):
+        q, k, v, _ = draw(256, heads=2, kv_heads=1, dim=128)
+        ids = segments(256)
+        ours = accelerated_attention.splash(q, k, v, ids, None, interpret=True)
+        keep = np.asarray(ids > 0)
+        np.testing.assert_allclose(ours[keep], naive_attention(q, k, v, ids)[keep], atol=1e-4)
+
+    def test_splash_lowers_for_tpu(self):
+        q, k, v, _ = draw(256, heads=2, kv_heads=1, dim=128, dtype=jnp.bfloat16)
+        ids = segments(256)
+
+        def loss(q, k, v):
+            return accelerated_attention.splash(q, k, v, ids, None).astype(jnp.float32).sum()
+
+        exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(q, k, v)
+        assert "tpu_custom_call" in exported.mlir_module()
+
+    def test_splash_says_what_it_needs(self):
+        q, k, v, _ = draw(100)
+        with pytest.raises(ValueError, match="multiples of 128, not 100 and 8; use attention=blockwise"):
+            accelerated_attention.splash(q, k, v, segments(100), None)
+
+    def test_cudnn_masks_blocks_of_queries(self, monkeypatch):
+        """The kernel itself needs a GPU; here its masks are checked through the reference implementation."""
+        kernel, masks = jax.nn.dot_product_attention, []
+
+        def plain(q, k, v, mask, implementation):
+            assert implementation == "cudnn"
+            masks.append(mask.shape)
+            return kernel(q, k, v, mask=mask, implementation="xla")
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+        monkeypatch.setattr(accelerated_attention, "CUDNN_BLOCK", 32)
+        q, k, v, _ = draw(70)
+        ids = segments(70)
+        keep = np.asarray(ids > 0)
+        ours = jax.jit(accelerated_attention.cudnn)(q, k, v, ids)
+        np.testing.assert_allclose(ours[keep], naive_attention(q, k, v, ids)[keep], atol=1e-5)
+        assert masks == [(2, 1, 32, 32), (2, 1, 32, 64), (2, 1, 6, 70)]
+
+
+def sizes(jaxpr):
+    """Sizes of all arrays that a jaxpr computes, inner ones included."""
+    for equation in jaxpr.eqns:
+        yield from (np.prod(v.aval.shape, dtype=int) for v in equation.outvars if hasattr(v.aval, "shape"))
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if inner := getattr(parameter, "jaxpr", parameter if hasattr(parameter, "eqns") else None):
+                yield from sizes(inner)
+
+
+class TestRunLayers:
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = layers.Linear(4, 4, std=0.5, rngs=rngs)
+
+        def __call__(self, x, shift):
+            return jnp.tanh(self.linear(x)) + shift
+
+    @pytest.mark.parametrize("remat", layers.REMAT)
+    @pytest.mark.parametrize("scan_layers", [True, False])
+    def test_every_way_is_the_same_function(self, scan_layers, remat):
+        stacked = layers.stack(self.Layer, 3, nnx.Rngs(0))
+        x, shift = jax.random.normal(jax.random.key(1), (2, 3, 4)), jnp.float32(0.1)
+
+        graph, state = nnx.split(stacked)
+
+        def run(**options):
+            execution = layers.Execution(**options)
+
+            def loss(state):
+                return layers.run_layers(nnx.merge(graph, state), x, execution, shift).sum()
+
+            return jax.jit(jax.value_and_grad(loss))(state)
+
+        ours, reference = run(scan_layers=scan_layers, remat=remat), run()
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, reference)
+        by_hand = x
+        for i in range(3):
+            by_hand = jnp.tanh(by_hand @ stacked.linear.kernel[...][i]) + shift
+        np.testing.assert_allclose(reference[0], by_hand.sum(), rtol=1e-5)
+
+
+class TestExecution:
+    @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("attention", "flash"), ("remat", "some")])
+    def test_a_wrong_choice_is_named(self, field, value):
+        with pytest.raises(ValueError, match=f"{field} is '{value}'; choose one of"):
+            layers.Execution(**{field: value})
+
+    def test_float32_is_computed_in_float32_everywhere(self):
+        assert layers.Execution(dtype="float32").precision == "highest"
