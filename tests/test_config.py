@@ -199,8 +199,13 @@ class TestErrors:
 
 
 class TestResume:
+    @pytest.fixture(autouse=True)
+    def _file(self, tmp_path):
+        self.path = tmp_path / "a.yaml"
+        self.path.write_text("steps: 24\noptimizer: {lr: 5e-4}\nenv: {decimals: 2}\n")
+
     def changed(self, *overrides):
-        return load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+        return load_config(self.path, overrides)
 
     @pytest.mark.parametrize(
         "override",
