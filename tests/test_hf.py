@@ -304,7 +304,8 @@ np.testing.assert_allclose(a, b, rtol=1e-5)
 jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, expected)
 
 rows = [(tokens[0, :5], tokens[0, 5:n]) for n in (6, 20, 40)]
-for x, y in zip(*(Scorer(*m, buckets=(64,)).score(p, rows) for m, p in (((model, mesh), params), ((single,), whole))), strict=True):
+many, one = Scorer(model, mesh, buckets=(64,)), Scorer(single, buckets=(64,))
+for x, y in zip(many.score(params, rows), one.score(whole, rows), strict=True):
     np.testing.assert_allclose(x, y, atol=1e-5)
 
 created = hf.init(model.config, jax.random.key(0), mesh=mesh)[1]

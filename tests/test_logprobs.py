@@ -9,7 +9,7 @@ from tiny_models import make_qwen3, reference_logprobs
 from models import hf
 from rti_jax.logprobs import Scorer, token_logprobs
 
-SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1]])
+SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
 
 
 def draw(batch=2, length=7, width=5, vocabulary=11):
@@ -52,14 +52,14 @@ class TestValues:
         ours = token_logprobs(hidden, head, tokens, SEGMENTS, 0.6, entropy=True, chunk=chunk)
         for a, b in zip(ours, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        assert (ours[0][0, [0, 3, 6]] == 0).all() and (ours[0][0, [1, 2, 4, 5]] < 0).all()
+        assert (ours[0][0, [0, 3, 5, 6]] == 0).all() and (ours[0][0, [1, 2, 4]] < 0).all()
 
     def test_large_logits_and_padding_stay_finite(self):
         hidden, head, tokens, _ = draw()
         hidden = hidden.at[0, 6].set(1e4).at[0, 2].set(1e3)  # padding, and a state that predicts across segments
         value, grad = jax.value_and_grad(lambda h: token_logprobs(h, head, tokens, SEGMENTS)[0].sum())(hidden)
         assert np.isfinite(value) and np.isfinite(grad).all()
-        assert (grad[0, [2, 5, 6]] == 0).all()  # last states of segments and padding predict nothing
+        assert (grad[0, [2, 4, 5, 6]] == 0).all()  # last states of segments and padding predict nothing
 
     def test_one_token_rows(self):
         logprobs, _ = token_logprobs(
