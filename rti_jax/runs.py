@@ -34,6 +34,11 @@ class Run:
         return self.folder / "export"
 
     @property
+    def best(self) -> pathlib.Path:
+        """The policy of the best evaluation so far, with eval.keep_best."""
+        return self.folder / "best"
+
+    @property
     def report(self) -> pathlib.Path:
         return self.folder / "report.html"
 

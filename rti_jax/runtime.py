@@ -12,10 +12,14 @@ def make_mesh(config: config_lib.MeshConfig):
     """A device mesh with axes (data, fsdp, tensor, context); fsdp = -1 takes the devices that are left.
 
     Raises:
-      ConfigError: if the axes do not multiply to the number of devices.
+      ConfigError: if the axes do not multiply to the number of devices, or a sequence would be split.
     """
     import jax
 
+    if config.context > 1:
+        raise config_lib.ConfigError(
+            f"mesh.context={config.context}: one sequence is not split over devices yet; use 1"
+        )
     devices = jax.device_count()
     fixed = config.data * config.tensor * config.context
     fsdp = devices // fixed if config.fsdp == -1 else config.fsdp

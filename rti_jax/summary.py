@@ -49,13 +49,28 @@ def _share(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
+def export(folder: pathlib.Path, learner: Any) -> None:
+    """Writes the learner's policy as a Hugging Face folder."""
+    from models import hf
+
+    hf.save(learner.policy.model, learner.state.params, folder)
+
+
 def export_and_report(run: runs.Run, learner: Any) -> None:
     """Writes the Hugging Face folder and report.html."""
-    from models import hf
     from rti_jax import report
 
-    hf.save(learner.policy.model, learner.state.params, run.export)
+    export(run.export, learner)
     report.main([run.folder])
+
+
+def best_step(run: runs.Run) -> int:
+    """The step of the evaluation with the highest Pass@1 over all tasks, the earlier one of equals."""
+    scores = {}
+    for path in sorted((run.folder / "evals").glob("step_*.json")):
+        result = json.loads(path.read_text())
+        scores[result["step"]] = result["kinds"]["all"]["pass@1"]["mean"] or 0.0
+    return max(scores, key=lambda step: (scores[step], -step))
 
 
 def score_table(results: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -257,6 +257,8 @@ class Trainer:
         runs.write_groups(path.with_suffix(".jsonl"), groups, {})
         runs.write_json(path, {"step": step, **result})
         self.recorder.evaluation(step, result)
+        if self.config.eval.keep_best and step == summary.best_step(self.run_folder):
+            summary.export(self.run_folder.best, self.learner)
 
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""

@@ -1,9 +1,10 @@
 """Evaluation: counts per task, excluded episodes beside every number, limits by kind, disjoint splits."""
 
 import pytest
+from rich.console import Console
 
 from envs.base import Task
-from rti_jax import evaluate, summary
+from rti_jax import evaluate, runs, summary
 from rti_jax.config import ConfigError
 from rti_jax.types import Group, Status, Trajectory, Turn
 
@@ -54,11 +55,17 @@ def test_group_metrics_leave_errors_out_of_the_mean():
 
 
 def test_score_table_names_kinds_and_excluded_episodes():
-    from rich.console import Console
-
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     result = evaluate.summarize(TASKS, GROUPS, 4, seed=0)
     console.print(summary.score_table({"before": result, "after": result}))
     text = console.export_text()
     assert "hard (2, 2 episodes excluded)" in text
     assert "12.5" in text
+
+
+def test_best_step_is_the_highest_score_and_the_earlier_of_equals(tmp_path):
+    run = runs.Run(tmp_path)
+    (tmp_path / "evals").mkdir()
+    for step, mean in ((0, 0.2), (5, 0.6), (10, 0.6), (15, None)):
+        runs.write_json(run.evaluation(step), {"step": step, "kinds": {"all": {"pass@1": {"mean": mean}}}})
+    assert summary.best_step(run) == 5
