@@ -106,10 +106,14 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     if results:
         console.print(score_table(results))
     console.print(_ledger(run.folder / "metrics.jsonl"))
+    following = (
+        f"rti train {run.config} name={config.name}_grpo rti.enabled=false    (the same budget without intervention)"
+        if config.rti.enabled
+        else f"rti report {run.folder} {run.folder.parent}/OTHER --output both.html    (two runs side by side)"
+    )
     console.print(
         f"Look at {run.report} in a browser; {run.export} is a Hugging Face folder for transformers and vLLM.\n"
-        f"Next: the same budget without intervention, to compare (its own run folder):\n"
-        f"  rti train {run.config} name={config.name}_grpo rti.enabled=false\n"
+        f"Next: {following}\n"
         f"This run is complete: more steps with steps={2 * config.steps}, anew with name=another, "
         f"or remove {run.folder}."
     )
