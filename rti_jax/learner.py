@@ -83,7 +83,7 @@ def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[An
 
     @jax.jit
     def logprobs(params, batch):
-        return _forward(model, config, params, batch, entropy=False)[0]
+        return _forward(model, config, mesh, params, batch, entropy=False)[0]
 
     def step(params, batch):
         values = logprobs(params, put(batch, mesh))
@@ -184,7 +184,7 @@ class Update:
 
     def _objective(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, LossOutput]:
         loss = self._config.loss
-        logprobs, entropy = _forward(self._model, self._config, params, batch, entropy=True)
+        logprobs, entropy = _forward(self._model, self._config, self._mesh, params, batch, entropy=True)
         if self._on_policy:
             own = jnp.where(batch.author == Author.POLICY, jax.lax.stop_gradient(logprobs), batch.behavior_logprobs)
             batch = batch._replace(behavior_logprobs=own)
@@ -248,7 +248,14 @@ def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     return TrainBatch(**arrays, denominator=None)
 
 
-def _forward(model: Model, config: Config, params: Any, batch: TrainBatch, entropy: bool):
+def _forward(model: Model, config: Config, mesh: Mesh, params: Any, batch: TrainBatch, entropy: bool):
     hidden = model.hidden(params, batch.tokens, batch.positions, batch.segment_ids)
-    temperature = config.sampling.temperature
-    return token_logprobs(hidden, model.head(params), batch.tokens, batch.segment_ids, temperature, entropy=entropy)
+    return token_logprobs(
+        hidden,
+        model.head(params),
+        batch.tokens,
+        batch.segment_ids,
+        config.sampling.temperature,
+        entropy=entropy,
+        mesh=mesh,
+    )

@@ -260,7 +260,7 @@ def make_step(model, optimizer, mesh):
 
     def objective(params, batch: Batch):
         hidden = model.hidden(params, batch.tokens, batch.positions, batch.segment_ids)
-        logprobs, _ = token_logprobs(hidden, model.head(params), batch.tokens, batch.segment_ids)
+        logprobs, _ = token_logprobs(hidden, model.head(params), batch.tokens, batch.segment_ids, mesh=mesh)
         loss = -jnp.sum(logprobs * batch.weights) / jnp.sum(batch.weights)
         written = batch.weights == 1.0
         answers = -jnp.sum(jnp.where(written, logprobs, 0.0)) / jnp.sum(written)
