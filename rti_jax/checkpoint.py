@@ -159,9 +159,11 @@ def restore_params(directory: str | os.PathLike, target: Any, step: int | None =
     good = [s for s in steps(directory) if fault(directory / str(s)) is None]
     chosen = step if step is not None else next(iter(good), None)
     if chosen not in good:
-        reason = f": {fault(directory / str(chosen))}" if chosen in steps(directory) else ""
+        bad = [s for s in steps(directory) if s not in good and step in (None, s)]
+        reasons = "".join(f"; {s}: {fault(directory / str(s))}" for s in bad)
         have = f"there are {', '.join(map(str, good))}" if good else "there is none"
-        raise ConfigError(f"no readable checkpoint {'' if step is None else step} in {directory}{reason}; {have}")
+        wanted = "checkpoint" if step is None else f"checkpoint {step}"
+        raise ConfigError(f"no readable {wanted} in {directory}: {have}{reasons}")
     try:
         return chosen, _restore_items(directory / str(chosen), {"params": target})["params"]
     except Exception as error:  # one line for the user, whatever the file's fault

@@ -41,7 +41,7 @@ class EnvConfig(pydantic.BaseModel):
 
     name: str = "navigation"  # built-in name, or "package.module:Class"
     split: str = "train"  # the environment's split that is trained on
-    max_turns: int = 6  # paper: 6 in Navigation, 30 in tau2-bench
+    max_turns: int = pydantic.Field(6, ge=1)  # paper: 6 in Navigation, 30 in tau2-bench
 
     @property
     def own(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RolloutConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = pydantic.Field(0.8, gt=0)  # paper
+    temperature: float = pydantic.Field(0.8, gt=0, allow_inf_nan=False)  # paper
     max_tokens: int = pydantic.Field(1024, ge=1)  # of one response; ours
     max_context: int = pydantic.Field(16384, ge=2)  # prompt + response; ours
     thinking: bool = True  # ours; false renders the empty thinking block
@@ -120,29 +120,35 @@ class ReweightConfig(Section):
 class LossConfig(Section):
     variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"  # paper: GRPO
     aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = None  # None = the variant's own
-    constant: float | None = None  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
+    constant: float | None = pydantic.Field(
+        None, gt=0
+    )  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
     clip_low: float = pydantic.Field(0.2, ge=0, lt=1)  # paper: epsilon = 0.2
     clip_high: float = pydantic.Field(0.2, ge=0)  # paper
     kl_beta: float = pydantic.Field(0.0, ge=0)  # ours: no KL by default
     behavior: Literal["recompute", "engine"] = "recompute"  # denominator of the ratio on policy tokens
-    mismatch_clip: float | None = None  # truncated importance sampling of engine/learner mismatch; None = off
+    mismatch_clip: float | None = pydantic.Field(
+        None, gt=0
+    )  # truncated importance sampling of engine/learner mismatch; None = off
 
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "muon"] = "adamw"  # muon: matrices by Muon, the rest by Adam (warm starts)
-    lr: float = pydantic.Field(1e-6, gt=0)  # paper
+    lr: float = pydantic.Field(1e-6, gt=0, allow_inf_nan=False)  # paper
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # ours
     warmup_steps: int = pydantic.Field(0, ge=0)  # ours
     weight_decay: float = pydantic.Field(0.1, ge=0)  # paper
     b1: float = pydantic.Field(0.9, ge=0, lt=1)  # ours
     b2: float = pydantic.Field(0.98, ge=0, lt=1)  # ours
     clip_norm: float = pydantic.Field(1.0, gt=0)  # ours
-    muon_lr: float = pydantic.Field(0.02, gt=0)  # matrices, with name = muon
+    muon_lr: float = pydantic.Field(0.02, gt=0, allow_inf_nan=False)  # matrices, with name = muon
     minibatches: int = pydantic.Field(1, ge=1)  # optimizer steps per batch; ours (with one, the ratio is 1)
 
 
 class BatchConfig(Section):
-    buckets: list[int] = [1024, 4096, 16384]  # row lengths that are compiled; a longer trajectory is an error
+    buckets: list[pydantic.PositiveInt] = pydantic.Field(
+        [1024, 4096, 16384], min_length=1
+    )  # row lengths that are compiled; a longer trajectory is an error
     rows_per_microbatch: int = pydantic.Field(8, ge=1)  # rows of the longest bucket; shorter buckets hold more
     packing: bool = True  # several trajectories in a row; never changes the loss
 
@@ -209,6 +215,10 @@ class Config(Section):
             )
         if self.engine.kind == "server" and not self.engine.urls:
             raise ValueError("engine.kind=server needs engine.urls")
+        if self.mesh.fsdp == 0:
+            raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
+        if not self.name or pathlib.PurePath(self.name).name != self.name:
+            raise ValueError(f"name={self.name!r} must be one folder name; use runs_dir for where runs are kept")
         if math.isnan(self.gate.delta):
             raise ValueError("gate.delta must be a number, or inf to admit every perplexity")
         return self

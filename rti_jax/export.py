@@ -34,9 +34,12 @@ def main(
     from models import hf
     from rti_jax.checkpoint import restore_params
 
+    output = pathlib.Path(output or run / "export")
+    if output.resolve() == pathlib.Path(config.model.path).resolve():
+        raise ConfigError(f"--output {output} is the model that this run started from; give another folder")
     _, params = restore_params(run / "checkpoints", target, step)
     try:
-        return hf.save(model, params, output or run / "export", dtype=dtype)
+        return hf.save(model, params, output, dtype=dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

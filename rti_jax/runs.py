@@ -1,11 +1,13 @@
 """The run folder runs/NAME: config.yaml, metrics.jsonl, trajectories/, checkpoints/, evals/, export/, report.html."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,11 @@ class Run:
     def report(self) -> pathlib.Path:
         return self.folder / "report.html"
 
+    @property
+    def begun(self) -> bool:
+        """True if there is anything to go on from; before that another config may take the folder."""
+        return any(any((self.folder / part).glob("*")) for part in ("checkpoints", "evals", "trajectories"))
+
     def evaluation(self, step: int) -> pathlib.Path:
         """Where the evaluation after `step` updates is kept."""
         return self.folder / "evals" / f"step_{step:06d}.json"
@@ -61,17 +68,34 @@ def open_run(config: config_lib.Config) -> Run:
       ConfigError: a key that changes the algorithm differs, or the folder is something else's.
     """
     run = Run(config.run_dir)
-    if run.config.is_file():
+    if run.config.is_file() and run.begun:
         old = config_lib.load_config(run.config)
         config_diff.check_resume(old, config)
         for difference in config_diff.differences(old, config):
             print(f"changed since this run was started: {difference}")
-    elif run.folder.is_dir() and any(run.folder.iterdir()):
+    elif run.folder.is_dir() and not run.config.is_file() and any(run.folder.iterdir()):
         raise config_lib.ConfigError(f"{run.folder} is not empty and holds no run (no config.yaml); give another name=")
     for folder in ("trajectories", "checkpoints", "evals"):
         (run.folder / folder).mkdir(parents=True, exist_ok=True)
     config_lib.save_resolved(config, run.config)
     return run
+
+
+@contextlib.contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """Holds the folder: a second trainer in it would cut the first one's files.
+
+    Raises:
+      ConfigError: another process holds it.
+    """
+    with open(run.folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise config_lib.ConfigError(
+                f"{run.folder} is being trained by another process; give another name="
+            ) from error
+        yield
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

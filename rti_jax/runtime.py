@@ -41,7 +41,7 @@ def check_folder(path: str) -> pathlib.Path:
         raise config_lib.ConfigError("model.path is empty: name a Hugging Face folder, e.g. model.path=models/Qwen3-8B")
     if not (folder / "config.json").is_file():
         raise config_lib.ConfigError(
-            f"model.path={path}: no config.json there; give a Hugging Face folder on this machine (`hf download`)"
+            f"model.path={path}: no config.json there (seen from {pathlib.Path.cwd()}); give a Hugging Face folder"
         )
     return folder
 

@@ -122,9 +122,10 @@ def _reader(folder: Path, vocab_size: int) -> Callable[[str], Row]:
 
 
 def _parse(line: str) -> dict[str, Any]:
+    _check_utf8(line)
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = json.loads(line.strip())
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"a row is an object, not {type(row).__name__}")
@@ -143,7 +144,16 @@ def _ids(row: Mapping[str, Any], key: str, vocab_size: int) -> list[int]:
 def _text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row.get(key), str):
         raise BadRow(f"needs prompt_ids and response_ids, or prompt and response as text; {key} is missing or no text")
+    _check_utf8(row[key])
     return row[key]
+
+
+def _check_utf8(text: str) -> None:
+    """Bytes that are no UTF-8 and half characters, which no tokenizer takes, arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise BadRow("not valid UTF-8") from error
 
 
 def _encoder(folder: Path) -> Callable[[str, bool], list[int]]:
@@ -168,10 +178,10 @@ def _encoder(folder: Path) -> Callable[[str, bool], list[int]]:
 def _lines(path: Path) -> Iterator[tuple[Iterator[tuple[int, str]], int]]:
     """Numbered lines (from 1) of a file and how many there are; blank lines at its end are none."""
     last = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             last = number if line.strip() else last
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         yield itertools.islice(enumerate(file, 1), last), last
 
 

@@ -45,6 +45,12 @@ def after(groups: Sequence[Group]) -> dict[str, float]:
     return {"rollout/post_success": _share(valid), "rollout/post_solved_groups": _share(solved)}
 
 
+def first_error(groups: Sequence[Group]) -> str:
+    """What the first broken episode said."""
+    broken = (t for g in groups for t in g.trajectories if not t.valid)
+    return next((f"{t.status}: {t.info.get('error', 'no reason given')}" for t in broken), "no episode was played")
+
+
 def _share(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
@@ -105,7 +111,7 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     console.print(f"[bold]{run.folder}[/bold]: {config.steps} steps are done. Percent, with 95% intervals over tasks:")
     if results:
         console.print(score_table(results))
-    console.print(_ledger(run.folder / "metrics.jsonl"))
+    console.print(_ledger(run.folder / "metrics.jsonl", config.rti.enabled))
     following = (
         f"rti train {run.config} name={config.name}_grpo rti.enabled=false    (the same budget without intervention)"
         if config.rti.enabled
@@ -120,14 +126,14 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     return console.export_text()
 
 
-def _ledger(metrics: pathlib.Path) -> str:
+def _ledger(metrics: pathlib.Path, intervened: bool) -> str:
     """One line on what the groups did, one on what the intervention did."""
     totals: collections.Counter[str] = collections.Counter()
     lines = metrics.read_text().splitlines() if metrics.is_file() else []
     for line in lines:
         totals.update({k: v for k, v in json.loads(line).items() if isinstance(v, int | float)})
     text = f"{totals['rollout/groups_all_failed']:.0f} of {totals['rollout/groups']:.0f} groups failed entirely."
-    if "rti/attempts" not in totals:
+    if not intervened:
         return text + " No intervention (rti.enabled=false)."
     return (
         f"{text} Interventions: {totals['rti/attempts']:.0f} episodes tried, {totals['rti/turns_flagged']:.0f} turns "

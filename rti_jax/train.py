@@ -39,6 +39,7 @@ from rti_jax import (
 from rti_jax import config as config_lib
 from rti_jax.checkpoint import Checkpoints, restore
 from rti_jax.engine import Engine, GenerateRequest, make_engine
+from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
@@ -56,7 +57,8 @@ def main(config: config_lib.Config) -> int:
     if run.finished(config.steps):
         print(summary.finished(run, config))
         return 0
-    asyncio.run(_train(config, run))
+    with runs.locked(run):
+        asyncio.run(_train(config, run))
     print(summary.finished(run, config))
     return 0
 
@@ -87,10 +89,16 @@ class TaskSets(NamedTuple):
 
     @classmethod
     def load(cls, config: config_lib.Config) -> "TaskSets":
-        """Raises ConfigError for unknown splits and for tasks that are in both."""
+        """Raises ConfigError for unknown splits, tasks in both, and what would stop the run at its first step."""
+        if config.sampling.max_context > max(config.batch.buckets):
+            raise config_lib.ConfigError(
+                f"sampling.max_context={config.sampling.max_context} lets rows grow beyond the largest of "
+                f"batch.buckets={config.batch.buckets}; add a bucket or lower it"
+            )
         source = environment_source(config.env)
         trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
         evaluate.check_disjoint(trained, held_out)
+        roles.RolePrompts(config.rti.prompts)
         sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
 
@@ -142,7 +150,7 @@ class Learner:
                 self.state, metrics = self._update(self.state, microbatches)
                 results.append(metrics)
         counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
-        return _means([*(p.metrics for p in packed)]) | _means(results) | counts
+        return _combined([p.metrics for p in packed]) | _combined(results) | counts
 
     def _filled(self, batch: TrainBatch) -> TrainBatch:
         """Behaviour and reference log-probabilities, before any parameter changes."""
@@ -221,6 +229,8 @@ class Trainer:
         config = self.config
         with self._timed("rollout"), self.recorder.episodes("rollouts", len(tasks) * config.rollout.group_size) as seen:
             groups = await self.player.collect(tasks, step=n, on_episode=seen)
+        if not any(g.valid for g in groups):
+            raise EngineError(f"no episode of step {n + 1} could be played: {summary.first_error(groups)}")
         metrics = summary.group_metrics(groups, tasks)
         if not (config.rti.enabled and config.rti.attempts):
             return groups, metrics
@@ -276,7 +286,15 @@ class Trainer:
         self._seconds[name] = time.monotonic() - started
 
 
-def _means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Mean of each metric over the optimizer steps that have it."""
+def _combined(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Each metric over the optimizer steps of a batch: counts add up, maxima stay maxima, the rest is a mean."""
     names = dict.fromkeys(name for r in results for name in r)
-    return {k: float(np.mean([r[k] for r in results if k in r])) for k in names}
+    return {k: float(_how(k)([r[k] for r in results if k in r])) for k in names}
+
+
+def _how(name: str):
+    group, _, kind = name.partition("/")
+    if kind == "max":
+        return np.max
+    counts = group in ("groups", "batch") and kind != "padding_fraction"
+    return np.sum if counts or kind in ("tokens", "skipped") else np.mean

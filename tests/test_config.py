@@ -243,3 +243,22 @@ def test_reference_is_written_from_the_schema():
     assert "| `gate.delta` | number | `5.0` | paper: perplexity threshold 5" in text
     for name in Config.model_fields:
         assert f"## {name}\n" in text or f"| `{name}` |" in text
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "loss.constant=-5",
+        "loss.mismatch_clip=0",
+        "env.max_turns=0",
+        "batch.buckets=[]",
+        "batch.buckets=[-5]",
+        "mesh.fsdp=0",
+        "optimizer.lr=inf",
+        "sampling.temperature=inf",
+        "name=../x",
+    ],
+)
+def test_values_that_cannot_be_right_are_refused(override):
+    with pytest.raises(ConfigError, match=override.split("=")[0].split(".")[-1]):
+        load_config("configs/quickstart.yaml", [override])

@@ -69,3 +69,8 @@ def test_best_step_is_the_highest_score_and_the_earlier_of_equals(tmp_path):
     for step, mean in ((0, 0.2), (5, 0.6), (10, 0.6), (15, None)):
         runs.write_json(run.evaluation(step), {"step": step, "kinds": {"all": {"pass@1": {"mean": mean}}}})
     assert summary.best_step(run) == 5
+
+
+def test_a_step_without_a_valid_episode_says_why():
+    groups = [group("a", [ERROR, ERROR])]
+    assert summary.first_error(groups) == "timeout: no reason given"

@@ -36,8 +36,22 @@ def test_open_makes_the_folders_and_saves_the_config(tmp_path):
     assert config_lib.load_config(run.config).steps == 7
 
 
+def test_a_mistake_before_the_first_result_does_not_hold_the_folder(tmp_path):
+    runs.open_run(config(tmp_path, seed=1))
+    assert config_lib.load_config(runs.open_run(config(tmp_path)).config).seed == 0
+
+
+def test_two_trainers_cannot_share_a_folder(tmp_path):
+    run = runs.open_run(config(tmp_path))
+    with runs.locked(run), pytest.raises(config_lib.ConfigError, match="another process"), runs.locked(run):
+        pass
+    with runs.locked(run):  # released
+        pass
+
+
 def test_the_same_config_may_go_on_and_another_algorithm_may_not(tmp_path):
-    runs.open_run(config(tmp_path))
+    run = runs.open_run(config(tmp_path))
+    runs.write_json(run.evaluation(0), {})
     runs.open_run(config(tmp_path, steps=200))
     with pytest.raises(config_lib.ConfigError, match="seed: 0 -> 1"):
         runs.open_run(config(tmp_path, seed=1))

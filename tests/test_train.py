@@ -114,6 +114,26 @@ def test_a_changed_algorithm_is_refused_with_the_difference(runs):
     assert "Traceback" not in done.stderr
 
 
+def test_minibatches_add_counts_keep_maxima_and_average_the_rest():
+    from rti_jax.train import _combined
+
+    parts = [{"groups/flat": 1.0, "mismatch/max": 0.1, "loss/total": 1.0, "policy/tokens": 3.0}, {"groups/flat": 2.0}]
+    parts[1] |= {"mismatch/max": 0.3, "loss/total": 2.0, "policy/tokens": 4.0}
+    assert _combined(parts) == {"groups/flat": 3.0, "mismatch/max": 0.3, "loss/total": 1.5, "policy/tokens": 7.0}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["sampling.max_context=4096", "env.split=trian", "rollout.mix={esy: 1}", "rti.prompts=compat", "eval.split=train"],
+)
+def test_what_would_stop_a_run_is_found_before_vllm_starts(override):
+    from rti_jax import config as config_lib
+    from rti_jax.train import TaskSets
+
+    with pytest.raises(config_lib.ConfigError):
+        TaskSets.load(config_lib.load_config(CONFIG, [override]))
+
+
 def test_a_missing_model_folder_is_one_line(tmp_path):
     done = rti("train", CONFIG, f"runs_dir={tmp_path}", "model.path=/nowhere")
     assert done.returncode == 2
