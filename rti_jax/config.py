@@ -124,7 +124,7 @@ class LossConfig(Section):
         None, gt=0
     )  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
     clip_low: float = pydantic.Field(0.2, ge=0, lt=1)  # paper: epsilon = 0.2
-    clip_high: float = pydantic.Field(0.2, ge=0)  # paper
+    clip_high: float = pydantic.Field(0.2, ge=0)  # paper; DAPO has 0.28, which loss.variant=dapo does not set for you
     kl_beta: float = pydantic.Field(0.0, ge=0)  # ours: no KL by default
     behavior: Literal["recompute", "engine"] = "recompute"  # denominator of the ratio on policy tokens
     mismatch_clip: float | None = pydantic.Field(

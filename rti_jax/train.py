@@ -114,6 +114,11 @@ class Learner:
         self.step = 0
         if restored := restore(run.checkpoints, self.state):
             self.state, self.step = restored.state, restored.step
+            if self.step > config.steps:
+                raise config_lib.ConfigError(
+                    f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
+                    "or give another name="
+                )
             print(f"going on from the checkpoint after step {self.step}")
         recompute = config.loss.behavior == "recompute"
         self._on_policy = recompute and config.optimizer.minibatches == 1
@@ -188,7 +193,8 @@ class Trainer:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
             try:
-                await self.evaluate()
+                if learner.step in (0, config.steps):
+                    await self.evaluate()
                 while learner.step < config.steps:
                     await self.step()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes

@@ -107,6 +107,13 @@ def test_a_finished_run_says_so_and_how_to_start_anew(runs):
 
 
 @pytest.mark.slow
+def test_fewer_steps_than_were_made_are_refused(runs):
+    done = rti("train", CONFIG, f"runs_dir={runs}", "name=whole", *SMALL, "steps=2")
+    assert done.returncode == 2
+    assert "checkpoint of step 3" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_changed_algorithm_is_refused_with_the_difference(runs):
     done = rti("train", CONFIG, f"runs_dir={runs}", "name=whole", *SMALL, "steps=4", "gate.delta=3")
     assert done.returncode == 2
