@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -57,8 +58,12 @@ def main(config: config_lib.Config) -> int:
     if run.finished(config.steps):
         print(summary.finished(run, config))
         return 0
-    with runs.locked(run):
-        asyncio.run(_train(config, run))
+    try:
+        with runs.locked(run):
+            asyncio.run(_train(config, run))
+    except asyncio.CancelledError:  # SIGTERM; Ctrl-C is a KeyboardInterrupt
+        print("terminated; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 128 + signal.SIGTERM
     print(summary.finished(run, config))
     return 0
 
