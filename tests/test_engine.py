@@ -181,12 +181,13 @@ from test_engine import config, multiprocessing, request, sample
 from rti_jax.engine import make_engine
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with "&"
     if {stage!r} == "starting":
         print("starting", flush=True)
     with make_engine({folder!r}, config()) as engine:
         print("engine", *[p.pid for p in multiprocessing.active_children()], flush=True)
         try:
-            time.sleep(600)
+            time.sleep(120)
         except KeyboardInterrupt:
             print("sampled", len(sample(engine, request(0))[0].ids), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
