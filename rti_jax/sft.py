@@ -39,7 +39,7 @@ from rti_jax.environments import env_config
 from rti_jax.learner import ROWS, TrainState, init_state
 from rti_jax.logprobs import token_logprobs
 from rti_jax.optimizer import make_optimizer
-from rti_jax.runtime import check_folder, make_mesh
+from rti_jax.runtime import check_folder, load_policy, make_mesh
 from rti_jax.transcripts import Row, Transcripts
 
 
@@ -179,7 +179,8 @@ def run(config: SFTConfig) -> pathlib.Path:
     if config.init:
         model, params = hf.init(source, jax.random.key(config.seed), mesh=mesh, **execution)
     else:
-        model, params = hf.load(source, mesh=mesh, **execution)
+        policy = load_policy(config)
+        model, params = policy.model, policy.params
     optimizer = make_optimizer(config.optimizer, params, config.steps)
     state = init_state(params, optimizer, mesh)
     state = fit(config, make_step(model, optimizer, mesh), state, batches)

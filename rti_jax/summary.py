@@ -12,6 +12,7 @@ from rich.table import Table
 from envs.base import Task
 from rti_jax import config as config_lib
 from rti_jax import runs
+from rti_jax.metrics import read_metrics
 from rti_jax.types import Group, Status
 
 SCORES = ("pass@1", "pass@4", "pass^4")
@@ -129,9 +130,8 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
 def _ledger(metrics: pathlib.Path, intervened: bool) -> str:
     """One line on what the groups did, one on what the intervention did."""
     totals: collections.Counter[str] = collections.Counter()
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    for line in lines:
-        totals.update({k: v for k, v in json.loads(line).items() if isinstance(v, int | float)})
+    for line in read_metrics(metrics):
+        totals.update({k: v for k, v in line.items() if isinstance(v, int | float)})
     text = f"{totals['rollout/groups_all_failed']:.0f} of {totals['rollout/groups']:.0f} groups failed entirely."
     if not intervened:
         return text + " No intervention (rti.enabled=false)."
