@@ -9,7 +9,6 @@ over data and fsdp, parameters and optimizer state as the model was born. A mode
 """
 
 import collections
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rti_jax.config import Config
 from rti_jax.logprobs import token_logprobs
-from rti_jax.losses import LossOutput, policy_loss
+from rti_jax.losses import LossOutput, log_ratio, policy_loss
 from rti_jax.optimizer import learning_rate, make_optimizer
 from rti_jax.types import Author, TrainBatch
 
@@ -105,8 +104,9 @@ def make_update_step(
 
     Args:
       optimizer: as made by `make_optimizer`.
-      on_policy: the first update after the rollouts: the behaviour of policy tokens is this very forward pass (ratio
-        exactly 1), so it need not be recomputed beforehand.
+      on_policy: the first update after the rollouts: this very forward pass is the behaviour of every trained token
+        (ratio exactly 1), so it need not be recomputed beforehand. `corrector/scorer_gap` says how far the cached
+        scores of corrected tokens are from it.
       norms_by_source: also the gradient norms of policy and corrector tokens, by a second backward pass over the
         micro-batches that hold corrected tokens; without such tokens there is nothing to split, and no cost.
     """
@@ -185,9 +185,9 @@ class Update:
     def _objective(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, LossOutput]:
         loss = self._config.loss
         logprobs, entropy = _forward(self._model, self._config, self._mesh, params, batch, entropy=True)
+        cached = batch.behavior_logprobs
         if self._on_policy:
-            own = jnp.where(batch.author == Author.POLICY, jax.lax.stop_gradient(logprobs), batch.behavior_logprobs)
-            batch = batch._replace(behavior_logprobs=own)
+            batch = batch._replace(behavior_logprobs=jax.lax.stop_gradient(logprobs))
         output = policy_loss(
             logprobs,
             batch,
@@ -199,6 +199,10 @@ class Update:
             mismatch_clip=loss.mismatch_clip,
             entropy=entropy,
         )
+        if self._on_policy:
+            corrected = batch.loss_mask & (batch.author == Author.CORRECTOR)
+            gap = jnp.max(jnp.abs(log_ratio(batch.behavior_logprobs, cached, corrected)))
+            output = output._replace(maxima=output.maxima | {"corrector/scorer_gap": gap})
         return output.loss_sum, output
 
     def _apply(self, state: TrainState, gradients: Any, denominator: jax.Array) -> tuple[TrainState, dict]:
@@ -226,8 +230,8 @@ def reduce_metrics(outputs: Sequence[LossOutput], denominator: float) -> dict[st
     sums: dict[str, float] = collections.defaultdict(float)
     for output in outputs:
         for name, value in output.sums.items():
-            sums[name] += float(value)
-    metrics = {"loss/total": math.fsum(float(o.loss_sum) for o in outputs) / denominator}
+            sums[name] += float(np.asarray(value, np.float64).sum())
+    metrics = {}
     for name, value in sums.items():
         source = "policy" if name.startswith("mismatch/") else name.split("/")[0]
         if source == "loss":

@@ -20,7 +20,8 @@ class LossOutput(NamedTuple):
 
     Attributes:
       loss_sum: [], sum of loss_scale * token loss.
-      sums: metric name -> [], to be added over micro-batches (numerators, and `<source>/tokens` to divide by).
+      sums: metric name -> [] or [2] (a `pair_sum`), to be added over micro-batches (numerators, and `<source>/tokens`
+        to divide by).
       maxima: metric name -> [], to be combined by maximum.
     """
 
@@ -131,7 +132,8 @@ def policy_loss(
         emphasis *= truncated_importance(batch.behavior_logprobs, batch.sampler_logprobs, sampled, mismatch_clip)
     kl = k3_kl(logprobs, batch.ref_logprobs, mask) if kl_beta else jnp.zeros_like(logprobs)
     scale = jax.lax.stop_gradient(jnp.where(mask, batch.loss_scale, 0.0))
-    policy_sum, kl_sum = -jnp.sum(scale * emphasis * surrogate), jnp.sum(scale * kl)
+    policy_terms, kl_terms = -scale * emphasis * surrogate, scale * kl
+    terms = policy_terms + kl_beta * kl_terms
     per_token = {
         "clip_fraction": clipped,
         "ratio": jnp.exp(used),
@@ -140,9 +142,27 @@ def policy_loss(
     }
     if entropy is not None:
         per_token["entropy"] = entropy
-    sums = {"loss/policy": policy_sum, "loss/kl": kl_sum, **sums_by_source(mask, corrected, per_token)}
+    losses = {"loss/total": terms, "loss/policy": policy_terms, "loss/kl": kl_terms}
+    sums = {name: pair_sum(value) for name, value in losses.items()} | sums_by_source(mask, corrected, per_token)
     mismatch_sums, maxima = mismatch(batch, mask & ~corrected)
-    return LossOutput(policy_sum + kl_beta * kl_sum, jax.lax.stop_gradient(sums | mismatch_sums), maxima)
+    return LossOutput(jnp.sum(terms), jax.lax.stop_gradient(sums | mismatch_sums), maxima)
+
+
+def pair_sum(values: Array) -> Array:
+    """Sum of [B, T] as an unevaluated pair [2], high and low part, to about 48 bits (TwoSum in a tree: Knuth, TAOCP 2).
+
+    Advantages of a group sum to zero, so a loss is what is left after terms of size one cancel: in float32 alone, its
+    leading digits would be those of the order of summation, and so of the mesh.
+    """
+    high, low = jax.lax.stop_gradient(values), jnp.zeros_like(values)
+    for axis in (1, 0):  # rows first: they are whole on their device
+        while (size := high.shape[axis]) > 1:
+            widths = [(0, size % 2 if i == axis else 0) for i in range(2)]
+            (a, b), (c, d) = (jnp.split(jnp.pad(x, widths), 2, axis) for x in (high, low))
+            high = a + b
+            part = high - a
+            low = c + d + ((a - (high - part)) + (b - part))
+    return jnp.stack([high.sum(), low.sum()])
 
 
 def sums_by_source(mask: Array, corrected: Array, per_token: dict[str, Array]) -> dict[str, Array]:

@@ -74,6 +74,7 @@ NAMES: dict[str, str] = {
     "corrector/clip_fraction": "share of them whose ratio was clipped",
     "corrector/ratio": "their mean ratio to the rollout prompt's log-probabilities",
     "corrector/approx_kl": "their mean k3 distance to the behaviour policy",
+    "corrector/scorer_gap": "largest |cached score - this update's forward pass| of them (one mini-batch a step)",
     "corrector/weight": "their mean reasoning-shift weight w",
     "reweight/mean_copied": "mean w on tokens of corrections that the original turn has too",
     "reweight/mean_edited": "mean w on the other tokens of corrections",

@@ -135,18 +135,23 @@ class TestUpdate:
         assert metrics["optimizer/skipped"] == 0 and state.step == before.step + 1
 
     def test_on_policy_needs_no_behavior_and_equals_recomputing_it(self):
-        config = make_config()
-        recomputed, history, _ = run(config, mesh(1), make_groups(), 1, shift=0.0)
-        model, on = StandIn(), mesh(1)
+        config, on, model = make_config(), mesh(1), StandIn()
         params = init_params(on)
         optimizer = learner.make_optimizer(config.optimizer, params, config.steps)
-        update = learner.make_update_step(model, config, on, optimizer, on_policy=True)
-        state, metrics = update(
-            learner.init_state(params, optimizer, on), batching.build(make_groups(), config).microbatches
+        cached = batching.build(make_groups(), config).microbatches
+        own = [b._replace(behavior_logprobs=learner.make_logprobs_step(model, config, on)(params, b)) for b in cached]
+        gap = max(
+            np.abs(a.behavior_logprobs - b.behavior_logprobs)[b.author == Author.CORRECTOR].max(initial=0)
+            for a, b in zip(own, cached, strict=True)
         )
-        assert metrics["policy/ratio"] == 1.0 and metrics["policy/clip_fraction"] == 0.0
-        assert metrics["corrector/ratio"] != 1.0  # its denominator is the cached score, not this forward pass
-        assert metrics["mismatch/max"] == pytest.approx(history[0]["mismatch/max"], rel=1e-5)
+        results = []
+        for on_policy, batches in ((True, cached), (False, own)):
+            update = learner.make_update_step(model, config, on, optimizer, on_policy=on_policy)
+            results.append(update(learner.init_state(init_params(on), optimizer, on), batches))
+        (state, metrics), (recomputed, expected) = results
+        assert metrics["policy/ratio"] == metrics["corrector/ratio"] == 1.0
+        assert metrics["corrector/scorer_gap"] == pytest.approx(gap, rel=1e-4) and gap > 0.01
+        assert metrics["mismatch/max"] == pytest.approx(expected["mismatch/max"], rel=1e-5)
         assert_same(state.params, recomputed.params)
 
     def test_denominators_must_agree(self):
