@@ -2,8 +2,8 @@
 
     <directory>/<step>/state/           parameters ("params") and the other state ("rest"), sharded, float32
     <directory>/<step>/extra.json       data position, random state, config
-    <directory>/<step>/COMMITTED.json   name and size of every file above: without it, or with another size, the
-                                        checkpoint does not count
+    <directory>/<step>/COMMITTED.json   name, size and CRC-32 of every file above: without it, or with another size,
+                                        the checkpoint does not count; with another CRC-32 it is not read
 
 A save that is killed leaves a folder without a marker. Older checkpoints are deleted only after the marker is there.
 """
@@ -15,6 +15,9 @@ import os
 import pathlib
 import shutil
 import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -100,7 +103,7 @@ class Checkpoints:
             writer.close()
             if _first_process():
                 _write(folder / EXTRA, extra)
-                _write(folder / MARKER, json.dumps(_sizes(folder)))
+                _write(folder / MARKER, json.dumps(_contents(folder)))
                 self._delete_old()
         except BaseException as error:  # raised by `wait`, in the thread that saves
             self._error = error
@@ -130,44 +133,48 @@ def restore(directory: str | os.PathLike, target: TrainState, step: int | None =
     Raises:
       ConfigError: `step` is not there or not readable, or no committed checkpoint is readable.
     """
-    directory = pathlib.Path(directory).absolute()
-    found = steps(directory) if step is None else [step]
-    skipped: list[str] = []
-    for candidate in found:
-        folder = directory / str(candidate)
-        reason = fault(folder)
-        if reason is None:
-            try:
-                state = _read(folder, target)
-                return Restored(candidate, state, json.loads((folder / EXTRA).read_text()), tuple(skipped))
-            except Exception as error:  # any fault of a file: the one before it may be good
-                reason = f"cannot be read: {_one_line(error)}"
-        skipped.append(f"checkpoint {folder} skipped: {reason}")
-        log.warning(skipped[-1])
-    if step is None and not any((directory / str(s) / MARKER).exists() for s in found):
-        return None
-    raise ConfigError(f"no readable checkpoint in {directory}: " + "; ".join(skipped))
+
+    def read(folder: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
+        return _read(folder, target), json.loads((folder / EXTRA).read_text())
+
+    found = _newest_readable(directory, step, read)
+    return found and Restored(found[0], *found[1], tuple(found[2]))
 
 
 def restore_params(directory: str | os.PathLike, target: Any, step: int | None = None) -> tuple[int, Any]:
     """Step and parameters alone (for an export), on the shardings of `target`; no optimizer state is read.
 
     Raises:
-      ConfigError: there is no such checkpoint, or it is not readable.
+      ConfigError: as `restore`, and no save was ever committed.
     """
+    found = _newest_readable(directory, step, lambda folder: _restore_items(folder, {"params": target})["params"])
+    if found is None:
+        raise ConfigError(f"no readable checkpoint in {directory}: there is none")
+    return found[0], found[1]
+
+
+def _newest_readable(
+    directory: str | os.PathLike, step: int | None, read: Callable[[pathlib.Path], Any]
+) -> tuple[int, Any, list[str]] | None:
+    """Step, what `read` made of its folder, and why newer ones were passed over; see `restore`."""
     directory = pathlib.Path(directory).absolute()
-    good = [s for s in steps(directory) if fault(directory / str(s)) is None]
-    chosen = step if step is not None else next(iter(good), None)
-    if chosen not in good:
-        bad = [s for s in steps(directory) if s not in good and step in (None, s)]
-        reasons = "".join(f"; {s}: {fault(directory / str(s))}" for s in bad)
-        have = f"there are {', '.join(map(str, good))}" if good else "there is none"
-        wanted = "checkpoint" if step is None else f"checkpoint {step}"
-        raise ConfigError(f"no readable {wanted} in {directory}: {have}{reasons}")
-    try:
-        return chosen, _restore_items(directory / str(chosen), {"params": target})["params"]
-    except Exception as error:  # one line for the user, whatever the file's fault
-        raise ConfigError(f"checkpoint {directory / str(chosen)} cannot be read: {_one_line(error)}") from error
+    found = steps(directory) if step is None else [step]
+    skipped: list[str] = []
+    for candidate in found:
+        folder = directory / str(candidate)
+        reason = fault(folder) or _damage(folder)
+        if reason is None:
+            try:
+                return candidate, read(folder), skipped
+            except Exception as error:  # any fault of a file: the one before it may be good
+                reason = f"cannot be read: {_one_line(error)}"
+        skipped.append(f"checkpoint {folder} skipped: {reason}")
+        log.warning(skipped[-1])
+    if step is None and not any((directory / str(s) / MARKER).exists() for s in found):
+        return None
+    good = [str(s) for s in steps(directory) if s not in found and fault(directory / str(s)) is None]
+    others = f" (there are {', '.join(good)})" if good else ""
+    raise ConfigError(f"no readable checkpoint in {directory}: " + "; ".join(skipped) + others)
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
@@ -187,11 +194,17 @@ def fault(folder: pathlib.Path) -> str | None:
         return "the save was interrupted before it was committed"
     except ValueError:
         return f"{MARKER} is damaged"
-    actual = _sizes(folder)
-    for name, size in expected.items():
+    actual = {name: path.stat().st_size for name, path in _files(folder).items()}
+    for name, (size, _) in expected.items():
         if actual.get(name) != size:
             return f"{name} has {actual.get(name, 0)} of {size} bytes"
     return None
+
+
+def _damage(folder: pathlib.Path) -> str | None:
+    """Which file of a whole checkpoint holds other bytes than were written, or None; reads them all."""
+    expected, actual = json.loads((folder / MARKER).read_text()), _contents(folder)
+    return next((f"{name} is damaged" for name in expected if expected[name] != actual[name]), None)
 
 
 def _items(state: TrainState) -> dict[str, Any]:
@@ -213,9 +226,24 @@ def _restore_items(folder: pathlib.Path, targets: dict[str, Any]) -> Any:
         return reader.restore(folder / STATE, ocp.args.Composite(**arguments))
 
 
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MARKER)
-    return {str(p.relative_to(folder)): p.stat().st_size for p in files}
+def _files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    return {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MARKER}
+
+
+def _contents(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of every file but the marker."""
+
+    def crc(path: pathlib.Path) -> int:
+        value = 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                value = zlib.crc32(block, value)
+        return value
+
+    files = _files(folder)
+    with ThreadPoolExecutor() as pool:  # reading and CRC-32 leave the interpreter free
+        checksums = list(pool.map(crc, files.values()))
+    return {n: [p.stat().st_size, c] for (n, p), c in zip(files.items(), checksums, strict=True)}
 
 
 def _write(path: pathlib.Path, text: str) -> None:

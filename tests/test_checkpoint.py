@@ -180,7 +180,19 @@ class TestUnfinished:
     def test_right_sizes_and_wrong_bytes(self, saved, caplog):
         for data in (saved / "4" / "state").rglob("manifest.ocdbt"):
             data.write_bytes(b"\0" * data.stat().st_size)
-        assert "cannot be read" in self.damaged(saved, caplog)
+        assert "manifest.ocdbt is damaged" in self.damaged(saved, caplog)
+
+    def test_one_flipped_bit_of_an_array_and_the_export_falls_back(self, saved, caplog):
+        data = max((saved / "4" / "state" / "params").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+        flipped = bytearray(data.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        data.write_bytes(flipped)
+        assert "is damaged" in self.damaged(saved, caplog)
+        step, params = checkpoint.restore_params(saved, small(0).params)
+        assert step == 2
+        np.testing.assert_array_equal(params["w"], small(2).params["w"])
+        with pytest.raises(ConfigError, match=r"is damaged \(there are 2\)"):
+            checkpoint.restore_params(saved, small(0).params, step=4)
 
     def test_the_next_save_clears_it_away(self, saved):
         (saved / "4" / checkpoint.MARKER).unlink()
