@@ -27,6 +27,7 @@ An environment is a class. It is named in a config by its built-in name or by im
 import abc
 import dataclasses
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -176,6 +177,22 @@ class Environment(abc.ABC):
 
     def expert(self) -> AssistantTurn | None:
         """The gold next turn from the current state, or None where there is none (can no longer succeed)."""
+        return None
+
+    def valid(self, turn: AssistantTurn) -> bool | None:
+        """Whether `expert` could still succeed after `turn`, in the turns left; None where nothing can tell.
+
+        The episode itself is not changed. With `expert`, `faults` and `reveals` it is the truth that
+        `rti eval --roles` measures the three roles by.
+        """
+        return None
+
+    def faults(self, rng: random.Random) -> Mapping[str, AssistantTurn]:
+        """Wrong or leaking turns for the current state, one of each kind that is possible; for measuring a verifier."""
+        return {}
+
+    def reveals(self, turn: AssistantTurn) -> str | None:
+        """What privileged thing a turn gives away, or None; a scripted check, for measuring."""
         return None
 
     def public_values(self) -> str:

@@ -136,6 +136,9 @@ def evaluate(
     step: Annotated[
         int | None, typer.Option(help="Evaluate this step's checkpoint of runs/NAME instead of model.path.")
     ] = None,
+    roles: Annotated[
+        bool, typer.Option("--roles", help="Measure it as validator, corrector and verifier instead.")
+    ] = False,
 ) -> None:
     """Measure Pass@k and Pass^k, k = 1..eval.trials, with intervals.
 
@@ -149,12 +152,15 @@ def evaluate(
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
 
     rti eval configs/quickstart.yaml eval.split=ood eval.trials=8
+
+    rti eval configs/quickstart.yaml --roles --output roles.json    the three roles, on the policy's own turns, against
+    a scripted expert
     """
     resolved = _load(config, overrides)
     _launch(ctx)
     from rti_jax import evaluate as command
 
-    _exit(command.main(resolved, output=output, step=step))
+    _exit(command.main(resolved, output=output, step=step, roles=roles))
 
 
 @app.command()

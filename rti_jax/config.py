@@ -94,6 +94,9 @@ class RolesConfig(Section):
     verifier: RoleConfig = RoleConfig(temperature=0.0)  # ours
 
 
+Control = Literal["none", "always_invalid", "never_invalid", "always_accept", "swapped_evidence"]
+
+
 class RTIConfig(Section):
     enabled: bool = True  # false is plain GRPO
     attempts: int = pydantic.Field(1, ge=0)  # intervened rollouts per all-failed group; ours
@@ -104,6 +107,7 @@ class RTIConfig(Section):
     verify_leaks: bool = True  # the verifier judges leaks
     accept_uncorrected: bool = False  # a success without any correction replaces a member; ours (biased, so off)
     prompts: str = "default"  # role prompts: "default", "compact" (small models), or a folder of templates
+    control: Control = "none"  # an experiment's control: a role that is not asked, or evidence of another task; ours
     roles: RolesConfig = RolesConfig()
 
 
@@ -175,6 +179,7 @@ class EvalConfig(Section):
     split: str = "test"  # held-out tasks
     limit: int | None = pydantic.Field(None, ge=1)  # tasks of each kind; None = all
     temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature
+    roles: int = pydantic.Field(0, ge=0)  # held-out tasks of each kind on which the three roles are measured as well
     keep_best: bool = False  # also keep the checkpoint of the best evaluation
 
 

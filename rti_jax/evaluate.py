@@ -2,6 +2,7 @@
 
     rti eval configs/quickstart.yaml                                  the policy in model.path
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
+    rti eval configs/quickstart.yaml --roles --output roles.json      how well it plays the three roles
 
 Each task is played `eval.trials` times at the evaluation temperature, without any intervention. Episodes that ended in
 an infrastructure error are excluded and counted beside every number.
@@ -19,12 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from envs.base import Task
 from rti_jax import config as config_lib
-from rti_jax import rollout, runs, statistics, summary, weight_sync
+from rti_jax import role_eval, rollout, runs, statistics, summary, weight_sync
+from rti_jax import roles as roles_lib
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import restore_params
 from rti_jax.engine import make_engine
 from rti_jax.environments import environment_source
-from rti_jax.runtime import check_folder, load_policy
+from rti_jax.logprobs import Scorer
+from rti_jax.runtime import Policy, check_folder, load_policy
 from rti_jax.types import Group, Trajectory
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -93,38 +96,62 @@ async def evaluate(
     return summarize(tasks, groups, config.eval.trials, config.seed), groups
 
 
-def main(config: config_lib.Config, output: pathlib.Path | None = None, step: int | None = None) -> int:
-    """Evaluates `model.path`, or the checkpoint of `step` of the config's run; writes one JSON file."""
-    return asyncio.run(_main(config, output, step))
+def main(
+    config: config_lib.Config, output: pathlib.Path | None = None, step: int | None = None, roles: bool = False
+) -> int:
+    """Evaluates `model.path`, or the checkpoint of `step` of the config's run; writes one JSON file.
+
+    Args:
+      roles: measure the policy as validator, corrector and verifier (rti_jax/role_eval.py) instead of its success.
+    """
+    return asyncio.run(_main(config, output, step, roles))
 
 
-async def _main(config: config_lib.Config, output: pathlib.Path | None, step: int | None) -> int:
+async def _main(config: config_lib.Config, output: pathlib.Path | None, step: int | None, roles: bool) -> int:
     source = environment_source(config.env)
     tasks = limited(source.tasks(config.eval.split), config.eval.limit)
     check_folder(config.model.path)
     chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking)
-    restored = restore_policy(config, step) if step is not None else None
+    policy = load_policy(config) if roles or step is not None else None
+    if step is not None:
+        restored = restore_params(config.run_dir / "checkpoints", policy.params, step)[1]
+        policy = dataclasses.replace(policy, params=restored)
     engine = await asyncio.to_thread(make_engine, config.model.path, config)
     try:
-        if restored:
-            await weight_sync.sync(engine, *restored, version=max(1, step))
+        if step is not None:
+            await weight_sync.sync(engine, policy.model, policy.params, version=max(1, step))
         player = rollout.Player(source, chat, engine, config)
         with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("episodes", total=len(tasks) * config.eval.trials)
-            result, groups = await evaluate(player, tasks, config, on_episode=lambda _: progress.advance(bar))
+            bar = progress.add_task("episodes", total=len(tasks) * (1 if roles else config.eval.trials))
+            seen = lambda _: progress.advance(bar)  # noqa: E731
+            if roles:
+                result, lines = await _measure_roles(player, policy, tasks, config, seen)
+            else:
+                result, groups = await evaluate(player, tasks, config, on_episode=seen)
     finally:
         await engine.close()
-    name = f"{config.eval.split}_{'model' if step is None else f'step_{step:06d}'}.json"
+    what = f"{config.eval.split}{'_roles' if roles else ''}"
+    name = f"{what}_{'model' if step is None else f'step_{step:06d}'}.json"
     path = output or config.run_dir / "evals" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     runs.write_json(path, {"model": config.model.path, "step": step, "split": config.eval.split, **result})
-    runs.write_groups(path.with_suffix(".jsonl"), groups, {})
-    Console().print(summary.score_table({"": result}))
-    print(f"wrote {path} and its episodes beside it")
+    if roles:
+        runs.write_lines(path.with_suffix(".jsonl"), map(dataclasses.asdict, lines))
+        Console().print(role_eval.table(result))
+        print(f"wrote {path} and every judged turn beside it")
+    else:
+        runs.write_groups(path.with_suffix(".jsonl"), groups, {})
+        Console().print(summary.score_table({"": result}))
+        print(f"wrote {path} and its episodes beside it")
     return 0
 
 
-def restore_policy(config: config_lib.Config, step: int) -> tuple[Any, Any]:
-    """(model, params) of a checkpoint of the config's run."""
-    policy = load_policy(config)
-    return policy.model, restore_params(config.run_dir / "checkpoints", policy.params, step)[1]
+async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence[Task], config, on_episode):
+    """(summary, judged turns); see role_eval."""
+    scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
+
+    async def score(rows):
+        return await asyncio.to_thread(scorer.score, policy.params, rows)
+
+    team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
+    return await role_eval.measure(player, team, score, tasks, on_episode=on_episode)

@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import numpy as np
 
 from envs import base as env_base
-from envs.base import Environment, Evidence, Task
+from envs.base import AssistantTurn, Environment, Evidence, Task
 from rti_jax import gate, leakage
-from rti_jax.chat import ParsedTurn
-from rti_jax.config import Config
+from rti_jax.chat import Chat, ParsedTurn
+from rti_jax.config import Config, ConfigError
+from rti_jax.environments import EnvironmentSource
 from rti_jax.limits import run_bounded
-from rti_jax.roles import Replacement, Roles
+from rti_jax.roles import Replacement, Roles, Verdict
 from rti_jax.rollout import Player, Seat, TurnView
 from rti_jax.seeds import derive_seed
 from rti_jax.types import (
@@ -67,12 +68,15 @@ async def intervene(
     Returns:
       The groups in order, those that were triggered with their attempts and perhaps a replaced member.
     """
+    tasks = list(tasks)
     result, by_id = list(groups), {t.id: t for t in tasks}
     waiting = [i for i, group in enumerate(groups) if triggered(group)]
+    swapped = await _foreign_evidence(tasks, player.source) if config.rti.control == "swapped_evidence" else {}
 
     async def play(group: Group, attempt: int) -> IntervenedRollout:
         seat = Seat(config.seed, step, group.id, -1 - attempt)
-        rollout = await intervened_rollout(by_id[group.task_id], seat, player, roles, score, config)
+        task = by_id[group.task_id]
+        rollout = await intervened_rollout(task, seat, player, roles, score, config, swapped.get(task.id))
         if on_episode:
             on_episode(rollout.trajectory)
         return rollout
@@ -88,14 +92,37 @@ async def intervene(
     return result
 
 
+async def _foreign_evidence(tasks: Sequence[Task], source: EnvironmentSource) -> dict[str, Evidence]:
+    """For each task the evidence of the next one: a control, under which nothing should be admitted."""
+    if len(tasks) < 2:
+        raise ConfigError("rti.control=swapped_evidence needs two tasks a step; raise rollout.groups_per_step")
+    evidence = []
+    for task in tasks:
+        environment = source.make()
+        await environment.reset(task)
+        evidence.append(environment.evidence())
+        await environment.close()
+    return {task.id: evidence[(i + 1) % len(tasks)] for i, task in enumerate(tasks)}
+
+
 async def intervened_rollout(
-    task: Task, seat: Seat, player: Player, roles: Roles, score: Score, config: Config
+    task: Task,
+    seat: Seat,
+    player: Player,
+    roles: Roles,
+    score: Score,
+    config: Config,
+    evidence: Evidence | None = None,
 ) -> IntervenedRollout:
-    """A fresh episode with the three roles at every turn; corrections are not scored yet."""
+    """A fresh episode with the three roles at every turn; corrections are not scored yet.
+
+    Args:
+      evidence: instead of the environment's, for a control.
+    """
     reviewers: list[Reviewer] = []
 
     def reviser(environment: Environment) -> Reviewer:
-        reviewers.append(Reviewer(environment, seat, roles, score, config))
+        reviewers.append(Reviewer(environment, seat, roles, score, config, evidence))
         return reviewers[-1]
 
     trajectory = await player.play(task, seat, reviser=reviser)
@@ -105,8 +132,17 @@ async def intervened_rollout(
 class Reviewer:
     """Steps 1 to 4 of an intervened rollout at each turn of one episode, and the record of them."""
 
-    def __init__(self, environment: Environment, seat: Seat, roles: Roles, score: Score, config: Config):
+    def __init__(
+        self,
+        environment: Environment,
+        seat: Seat,
+        roles: Roles,
+        score: Score,
+        config: Config,
+        evidence: Evidence | None = None,
+    ):
         self.interventions: list[Intervention] = []
+        self._evidence = evidence
         self._environment = environment
         self._seat = seat
         self._roles = roles
@@ -117,7 +153,9 @@ class Reviewer:
         """The turn that is played: the policy's, or the first correction of it that is not rejected."""
         evidence, rules = self._privileged()
         seed = self._seat.seed_of(view.index, "validator")
-        verdict = await self._roles.validate(view, evidence, rules, parsed.text, seed)
+        verdict = _fixed_verdict(self._config.rti.control) or await self._roles.validate(
+            view, evidence, rules, parsed.text, seed
+        )
         proposals: list[Proposal] = []
         played = turn, parsed
         for retry in range(self._config.rti.retries + 1 if verdict.flagged else 0):
@@ -137,13 +175,14 @@ class Reviewer:
                 reason=verdict.reason,
                 original_text=parsed.text,
                 proposals=tuple(proposals),
+                valid=self._wins(parsed.turn),
             )
         )
         return played
 
     def _privileged(self) -> tuple[Evidence, str]:
         try:
-            return self._environment.evidence(), self._environment.role_rules()
+            return self._evidence or self._environment.evidence(), self._environment.role_rules()
         except Exception as error:  # its text may hold evidence
             raise env_base.EnvironmentError(f"evidence() or role_rules() raised {type(error).__name__}") from error
 
@@ -164,13 +203,27 @@ class Reviewer:
             detail = new.parsed.malformed or "longer than the context"
         elif new.response_ids == turn.response_ids or new.parsed.text == parsed.text:
             rejected = RejectReason.UNCHANGED
-        elif self._config.rti.post_check:
+        elif self._config.rti.post_check and self._config.rti.control != "always_accept":
             rejected, verdict_text = await self._roles.verify(view, evidence, rules, parsed.text, new.parsed.text, seed)
             if found := self._leaks(view, parsed, new, evidence):
                 rejected, detail = rejected or RejectReason.LEAK_GUARD, ", ".join(found)
         if rejected is None and self._config.gate.scope == "turn" and not await self._plausible(view, turn, new):
             rejected = RejectReason.GATE
-        return Proposal(new.prompt_ids, new.response_ids, new.parsed.text, rejected, verdict_text, detail)
+        return Proposal(
+            prompt_ids=new.prompt_ids,
+            response_ids=new.response_ids,
+            text=new.parsed.text,
+            rejected=rejected,
+            verifier_text=verdict_text,
+            detail=detail,
+            wins=self._wins(new.parsed.turn),
+            reveals=self._environment.reveals(new.parsed.turn),
+        )
+
+    def _wins(self, turn: AssistantTurn) -> bool | None:
+        """The truth about a turn, for statistics; None once all is lost, or where the environment cannot tell."""
+        wins = self._environment.valid(turn)
+        return None if wins is None or self._environment.expert() is None else wins
 
     def _malformed(self, view: TurnView, new: Replacement) -> RejectReason | None:
         fits = len(view.prompt_ids) + len(new.response_ids) <= self._config.sampling.max_context
@@ -179,18 +232,26 @@ class Reviewer:
     def _leaks(self, view: TurnView, parsed: ParsedTurn, new: Replacement, evidence: Evidence) -> tuple[str, ...]:
         if not self._config.rti.leak_guard:
             return ()
-        visible = [
-            self._roles.chat.decode(view.prompt_ids),
-            parsed.text,
-            json.dumps(view.tools, ensure_ascii=False),
-            self._environment.public_values(),
-        ]
+        visible = visible_text(self._roles.chat, view, parsed, self._environment)
         return leakage.leaks(new.parsed.text, evidence.values, visible, evidence.text)
 
     async def _plausible(self, view: TurnView, turn: Turn, new: Replacement) -> bool:
         (logprobs,) = await self._score([(view.prompt_ids, new.response_ids)])
         scored = Correction(turn.response_ids, rollout_logprobs=tuple(map(float, logprobs)))
         return gate.turn_passes(scored, self._config.gate.delta)
+
+
+def _fixed_verdict(control: str) -> Verdict | None:
+    """The validator's verdict under a control that does not ask it."""
+    if control not in ("always_invalid", "never_invalid"):
+        return None
+    return Verdict(flagged=control == "always_invalid", readable=True, reason="", text="")
+
+
+def visible_text(chat: Chat, view: TurnView, parsed: ParsedTurn, environment: Environment) -> list[str]:
+    """Texts whose values are not privileged for the leak guard: history, original turn, tool schemas, public text."""
+    tools = json.dumps(view.tools, ensure_ascii=False)
+    return [chat.decode(view.prompt_ids), parsed.text, tools, environment.public_values()]
 
 
 def corrected_turn(turn: Turn, new: Replacement) -> Turn:

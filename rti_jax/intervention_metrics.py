@@ -34,6 +34,8 @@ def statistics(groups: Sequence[Group], usage: Mapping[str, RoleUsage] | None = 
         **_outcomes(attempts),
         "replaced": sum(g.replaced is not None for g in groups),
         **_perplexities(attempts),
+        **_truths(attempts),
+        "policy_tokens": sum(_policy_tokens(a) for a in attempts),
     }
     for role, cost in (usage or {}).items():
         counts |= {
@@ -64,6 +66,28 @@ def _perplexities(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
     before = [p for d in decided for p in d.perplexities]
     admitted = [p for d in decided if d.admitted for p in d.perplexities]
     return {"perplexity_before_gate": _mean(before), "perplexity_admitted": _mean(admitted)}
+
+
+def _truths(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
+    """How right the roles were, where the environment can tell (envs.base.Environment.valid); NaN where it cannot."""
+    turns = [i for a in attempts for i in a.interventions if i.valid is not None]
+    caught = [i for i in turns if i.flagged and not i.valid]
+    first = [i.proposals[0] for i in caught if i.proposals]
+    admitted = [a for a in attempts if a.decision and a.decision.admitted]
+    return {
+        "validator_precision": _mean([not i.valid for i in turns if i.flagged]),
+        "validator_recall": _mean([i.flagged for i in turns if not i.valid]),
+        "corrector_success": _mean([bool(p.wins) and not p.reveals for p in first]),
+        "proposals_revealing": sum(bool(p.reveals) for i in turns for p in i.proposals),
+        "accepted_revealing": sum(bool(i.accepted and i.accepted.reveals) for i in turns),
+        "admitted_revealing": sum(bool(i.accepted and i.accepted.reveals) for a in admitted for i in a.interventions),
+    }
+
+
+def _policy_tokens(attempt: IntervenedRollout) -> int:
+    """Tokens that the policy sampled as the agent, those of replaced turns included."""
+    turns = attempt.trajectory.turns
+    return sum(len(t.correction.original_ids if t.correction else t.response_ids) for t in turns)
 
 
 def _mean(values: Sequence[float]) -> float:

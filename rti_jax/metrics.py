@@ -106,6 +106,12 @@ class Recorder:
         shown = [f"{kind} {s['pass@1']['mean']:.3f}" for kind, s in result["kinds"].items() if _has_mean(s)]
         self._say(f"evaluation after {step} steps: Pass@1 {', '.join(shown)}")
 
+    def roles(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rates of the three roles (`rti_jax.role_eval.metrics`), for TensorBoard and the terminal."""
+        self._scalars(step, metrics)
+        shown = ", ".join(f"{k.removeprefix('roles/').replace('_', ' ')} {v:.3f}" for k, v in metrics.items())
+        self._say(f"roles after {step} steps: {shown}")
+
     def phase(self, name: str) -> None:
         """Says what is going on now; phases of every step have no line of their own outside a terminal."""
         self._progress.update(self._current, description=name, total=None, completed=0, visible=True)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,10 @@ class Run:
     def evaluation(self, step: int) -> pathlib.Path:
         """Where the evaluation after `step` updates is kept."""
         return self.folder / "evals" / f"step_{step:06d}.json"
+
+    def roles(self, step: int) -> pathlib.Path:
+        """Where the measurement of the three roles after `step` updates is kept."""
+        return self.folder / "evals" / f"roles_{step:06d}.json"
 
     def trajectories(self, step: int) -> pathlib.Path:
         return self.folder / "trajectories" / f"step_{step:06d}.jsonl"
@@ -110,16 +114,24 @@ def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[s
 
     Lines of intervened rollouts hold what the roles saw, evidence included; nothing here is read by training.
     """
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as out:
+
+    def lines() -> Iterator[dict[str, Any]]:
         for group in groups:
             members = [*group.trajectories, *([group.replaced] if group.replaced else [])]
             intervened = {a.trajectory.id: a for a in group.attempts}
             extra = [a.trajectory for a in group.attempts if a.trajectory not in members]
             for trajectory in (*members, *extra):
                 line = _line(trajectory, intervened.get(trajectory.id), advantages.get(trajectory.id))
-                line["replaced"] = trajectory is group.replaced
-                out.write(json.dumps(_plain(line), ensure_ascii=False) + "\n")
+                yield line | {"replaced": trajectory is group.replaced}
+
+    write_lines(path, lines())
+
+
+def write_lines(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a JSON line each, the whole file or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as out:
+        out.writelines(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
     os.replace(partial, path)
 
 
@@ -133,7 +145,7 @@ def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: 
 
 def _plain(value: Any) -> Any:
     """JSON's types; what is not a finite number becomes null."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]

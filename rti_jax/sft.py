@@ -12,11 +12,13 @@ The loss is a weighted mean of -log p over tokens: weight 1 on what the assistan
 that are context only.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import pathlib
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,12 +35,14 @@ from envs.base import Task
 from envs.navigation.environment import Navigation
 from models import hf
 from rti_jax import config as config_lib
+from rti_jax import own_turns
 from rti_jax import tokenizer as tokenizer_lib
 from rti_jax.chat import Chat
-from rti_jax.environments import env_config
+from rti_jax.environments import EnvironmentSource, env_config
 from rti_jax.learner import ROWS, TrainState, init_state
 from rti_jax.logprobs import token_logprobs
 from rti_jax.optimizer import make_optimizer
+from rti_jax.own_turns import OwnTurn
 from rti_jax.runtime import check_folder, load_policy, make_mesh
 from rti_jax.transcripts import Row, Transcripts
 
@@ -71,6 +75,9 @@ class DataConfig(config_lib.Section):
     shares: dict[str, float] = {"agent": 0.4, "validator": 0.2, "corrector": 0.2, "verifier": 0.2}
     language_model_weight: float = pydantic.Field(0.3, ge=0, le=1)
     leak_share: float = pydantic.Field(0.25, ge=0, le=1)  # correctors' transcripts whose rewrite leaks or fabricates
+    own_share: float = pydantic.Field(0.0, ge=0, le=1)  # of the turns that roles judge, the policy's own; needs vLLM
+    own_step: int = pydantic.Field(0, ge=0)  # they are sampled after this step, and used from then on
+    own_tasks: int = pydantic.Field(1000, ge=1)  # tasks that are played for them
 
 
 class SFTConfig(config_lib.Section):
@@ -78,7 +85,7 @@ class SFTConfig(config_lib.Section):
 
     name: str = "sft"
     runs_dir: str = "runs"
-    output: str = ""  # Hugging Face folder that is written; empty = runs/NAME/export
+    output: str = ""  # Hugging Face folder that is written (a README.md in it stays); empty = runs/NAME/export
     seed: int = 0
     steps: int = pydantic.Field(1000, ge=1)
     rows: int = pydantic.Field(32, ge=1)  # rows of a batch
@@ -97,6 +104,8 @@ class SFTConfig(config_lib.Section):
     def _one_source(self):
         if bool(self.model.path) == bool(self.init):
             raise ValueError("give either model.path (fine-tune a folder) or init (draw a new model)")
+        if self.data.own_share and not self.data.own_step < self.steps:
+            raise ValueError(f"data.own_step={self.data.own_step} leaves no step of {self.steps} to use own turns in")
         return self
 
     @property
@@ -170,10 +179,6 @@ def run(config: SFTConfig) -> pathlib.Path:
     env, tasks = make_environment(config)
     source = new_source(config, env, tasks) if config.init else check_folder(config.model.path)
     chat = Chat.from_folder(source, thinking=config.sampling.thinking)
-    rows = fitting(iter(stream(config, env, tasks, chat, config.seed)), config.row_length)
-    pool: list[Row] = []
-    batches = prefetch(lambda: pack(rows, config.rows, config.row_length, pool))
-
     mesh = make_mesh(config.mesh)
     execution = {k: getattr(config.model, k) for k in ("dtype", "attention", "remat", "scan_layers")}
     if config.init:
@@ -183,10 +188,21 @@ def run(config: SFTConfig) -> pathlib.Path:
         model, params = policy.model, policy.params
     optimizer = make_optimizer(config.optimizer, params, config.steps)
     state = init_state(params, optimizer, mesh)
-    state = fit(config, make_step(model, optimizer, mesh), state, batches)
+    step = make_step(model, optimizer, mesh)
+    with Log(config) as log:
+        own_step = config.data.own_step if config.data.own_share else config.steps
+        state = fit(log, step, state, batches(config, stream(config, env, tasks, chat, config.seed)), own_step)
+        if own_step < config.steps:
+            turns = play_own(config, model, state.params, source, tasks)
+            rows = stream(config, env, tasks, chat, config.seed + 2, turns)
+            state = fit(log, step, state, batches(config, rows), config.steps - own_step)
 
     output = pathlib.Path(config.output or config.run_dir / "export")
+    card = output / "README.md"
+    text = card.read_text() if card.is_file() else None
     hf.save(model, state.params, output, source=source)
+    if text and not card.is_file():
+        card.write_text(text)
     minutes = (time.monotonic() - started) / 60
     print(f"wrote {output} after {config.steps} steps, {minutes:.1f} minutes; evaluate it with `rti eval`")
     return output
@@ -200,7 +216,9 @@ def make_environment(config: SFTConfig) -> tuple[Navigation, Sequence[Task]]:
     return Navigation(own, config.env.max_turns), Navigation.tasks(own, config.env.split)
 
 
-def stream(config: SFTConfig, env: Navigation, tasks: Sequence[Task], chat: Chat, seed: int) -> Transcripts:
+def stream(
+    config: SFTConfig, env: Navigation, tasks: Sequence[Task], chat: Chat, seed: int, own: Sequence[OwnTurn] = ()
+) -> Transcripts:
     """The transcripts of a config."""
     return Transcripts(
         env,
@@ -211,7 +229,30 @@ def stream(config: SFTConfig, env: Navigation, tasks: Sequence[Task], chat: Chat
         leak_share=config.data.leak_share,
         text_weight=config.data.language_model_weight,
         seed=seed,
+        own=own,
+        own_share=config.data.own_share,
     )
+
+
+def batches(config: SFTConfig, rows: Iterator[Row]) -> Iterator[Batch]:
+    """Packed batches of a stream, made in a thread."""
+    fitted, pool = fitting(iter(rows), config.row_length), list[Row]()
+    return prefetch(lambda: pack(fitted, config.rows, config.row_length, pool))
+
+
+def play_own(config: SFTConfig, model, params, source: pathlib.Path, tasks: Sequence[Task]) -> list[OwnTurn]:
+    """Lets the policy play `own_tasks` of the tasks, as it is now; returns its turns."""
+    folder = hf.save(model, params, config.run_dir / "own", source=source)
+    player = config_lib.Config(
+        name=config.name, seed=config.seed, model={"path": str(folder)}, sampling=config.sampling, rti=config.rti
+    )
+    chosen = random.Random(config.seed).sample(list(tasks), min(config.data.own_tasks, len(tasks)))
+    environment = EnvironmentSource(Navigation, env_config(config.env), config.env.max_turns)
+    with Progress(TextColumn("the policy plays"), BarColumn(), MofNCompleteColumn()) as progress:
+        bar = progress.add_task("", total=len(chosen))
+        turns = own_turns.collect(folder, environment, chosen, player, lambda _: progress.advance(bar))
+    print(f"{len(turns)} turns of its own from {len(chosen)} tasks")
+    return turns
 
 
 def new_source(config: SFTConfig, env: Navigation, tasks: Sequence[Task]) -> pathlib.Path:
@@ -277,28 +318,48 @@ def make_step(model, optimizer, mesh):
     return lambda state, batch: step(state, Batch(*(jax.device_put(x, rows) for x in batch)))
 
 
-def fit(config: SFTConfig, step, state: TrainState, batches: Iterator[Batch]) -> TrainState:
-    """The loop: a line of metrics.jsonl every ten steps, and a progress bar."""
-    columns = (
-        TextColumn("sft"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    tokens = 0
-    with open(config.run_dir / "metrics.jsonl", "w") as log, Progress(*columns) as progress:
-        bar = progress.add_task("sft", total=config.steps, loss="")
-        for n in range(1, config.steps + 1):
-            batch = next(batches)
-            tokens += int(np.count_nonzero(batch.segment_ids))
+class Log:
+    """metrics.jsonl, a line every ten steps, and a progress bar; counts steps over all calls of `fit`."""
+
+    COLUMNS = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+
+    def __init__(self, config: SFTConfig):
+        self._steps, self._done, self._tokens = config.steps, 0, 0
+        self._file = open(config.run_dir / "metrics.jsonl", "w")
+        self._progress = Progress(*self.COLUMNS, TimeRemainingColumn())
+        self._bar = self._progress.add_task("sft", total=config.steps, loss="")
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        with self._progress:
+            yield
+
+    def step(self, batch: Batch, loss: jax.Array, answers: jax.Array) -> None:
+        """Raises ConfigError for a loss that is not finite."""
+        self._done += 1
+        self._tokens += int(np.count_nonzero(batch.segment_ids))
+        if self._done % 10 == 0 or self._done == self._steps:
+            line = {"step": self._done, "loss/supervised": float(loss), "loss/answers": float(answers)}
+            if not np.isfinite(line["loss/supervised"]):
+                raise config_lib.ConfigError(
+                    f"the loss is not finite at step {self._done}; lower optimizer.lr or muon_lr"
+                )
+            self._file.write(json.dumps(line | {"tokens": self._tokens}) + "\n")
+            self._file.flush()
+            self._progress.update(self._bar, loss=f"loss {loss:.3f}, of answers {answers:.3f}")
+        self._progress.advance(self._bar)
+
+
+def fit(log: Log, step, state: TrainState, batches: Iterator[Batch], steps: int) -> TrainState:
+    """So many steps of the loop."""
+    with log.shown():
+        for batch in itertools.islice(batches, steps):
             state, loss, answers = step(state, batch)
-            if n % 10 == 0 or n == config.steps:
-                line = {"step": n, "loss/supervised": float(loss), "loss/answers": float(answers), "tokens": tokens}
-                if not np.isfinite(line["loss/supervised"]):
-                    raise config_lib.ConfigError(f"the loss is not finite at step {n}; lower optimizer.lr or muon_lr")
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-                progress.update(bar, loss=f"loss {loss:.3f}, of answers {answers:.3f}")
-            progress.advance(bar)
+            log.step(batch, loss, answers)
     return state

@@ -67,6 +67,25 @@ def mean_interval(
     return Estimate(float(array.mean()), float(low), float(high), len(array))
 
 
+def ratio_interval(
+    numerators: np.ndarray, denominators: np.ndarray, *, seed: int = 0, level: float = 0.95, resamples: int = RESAMPLES
+) -> Estimate:
+    """Mean over parts of sum(numerators) / sum(denominators), with its bootstrap interval over tasks.
+
+    Args:
+      numerators, denominators: counts, [parts, tasks]. One part is a rate; two (true and false cases) are a balanced
+        accuracy. Resamples in which a part has nothing to count are left out of the interval.
+    """
+    if not denominators.sum(axis=1).all():
+        return Estimate(None, None, None, 0)
+    tasks = denominators.shape[1]
+    picks = np.random.default_rng(seed).integers(tasks, size=(resamples, tasks))
+    with np.errstate(invalid="ignore"):
+        drawn = (numerators[:, picks].sum(-1) / denominators[:, picks].sum(-1)).mean(axis=0)
+    low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float((numerators.sum(1) / denominators.sum(1)).mean()), float(low), float(high), tasks)
+
+
 def estimate(
     estimator: Callable[[int, int, int], float | None], counts: Sequence[Counts], k: int, *, seed: int = 0
 ) -> Estimate:

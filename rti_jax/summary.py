@@ -46,6 +46,12 @@ def after(groups: Sequence[Group]) -> dict[str, float]:
     return {"rollout/post_success": _share(valid), "rollout/post_solved_groups": _share(solved)}
 
 
+def sampled_tokens(metrics: Mapping[str, float]) -> float:
+    """All tokens that a step sampled: rollouts, intervened episodes and roles (those behind an endpoint excepted)."""
+    roles = ("policy", "validator", "corrector", "verifier")
+    return metrics["rollout/tokens"] + sum(metrics.get(f"rti/{role}_tokens", 0.0) for role in roles)
+
+
 def first_error(groups: Sequence[Group]) -> str:
     """What the first broken episode said."""
     broken = (t for g in groups for t in g.trajectories if not t.valid)

@@ -16,6 +16,7 @@ run that was interrupted goes on where it was. What the paper leaves open is cho
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import signal
 import sys
@@ -32,6 +33,7 @@ from rti_jax import (
     evaluate,
     intervention,
     intervention_metrics,
+    role_eval,
     roles,
     runs,
     summary,
@@ -244,13 +246,14 @@ class Trainer:
             raise EngineError(f"no episode of step {n + 1} could be played: {summary.first_error(groups)}")
         metrics = summary.group_metrics(groups, tasks)
         if not (config.rti.enabled and config.rti.attempts):
-            return groups, metrics
+            return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
         waiting = sum(map(intervention.triggered, groups))
         with self._timed("intervention"), self.recorder.episodes("interventions", waiting) as seen:
             groups = await intervention.intervene(
                 groups, tasks, self.player, self.roles, self._score, config, step=n, on_episode=seen
             )
-        return groups, metrics | summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
+        metrics |= summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
+        return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
 
     async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
@@ -275,11 +278,26 @@ class Trainer:
             f"evaluation after {step} steps", len(self.tasks.held_out) * self.config.eval.trials
         ) as seen:
             result, groups = await evaluate.evaluate(self.player, self.tasks.held_out, self.config, on_episode=seen)
+        if self.config.eval.roles:
+            await self.measure_roles()
         runs.write_groups(path.with_suffix(".jsonl"), groups, {})
         runs.write_json(path, {"step": step, **result})
         self.recorder.evaluation(step, result)
         if self.config.eval.keep_best and step == summary.best_step(self.run_folder):
             summary.export(self.run_folder.best, self.learner)
+
+    async def measure_roles(self) -> None:
+        """How right the three roles are with the weights of now, on held-out tasks."""
+        step, tasks = self.learner.step, evaluate.limited(self.tasks.held_out, self.config.eval.roles)
+        with self.recorder.episodes(f"roles after {step} steps", len(tasks)) as seen:
+            result, turns = await role_eval.measure(
+                self.player, self.roles, self._score, tasks, step=step, on_episode=seen
+            )
+        self.roles.pop_usage()  # not the training's
+        path = self.run_folder.roles(step)
+        runs.write_lines(path.with_suffix(".jsonl"), map(dataclasses.asdict, turns))
+        runs.write_json(path, {"step": step, **result})
+        self.recorder.roles(step, role_eval.metrics(result))
 
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""

@@ -10,9 +10,12 @@ see. Four kinds:
              that the post-check has something to catch
   verifier   ... and a replacement, clean, wrong or leaking -> the verdict
 
-The agent is not taught the hard tasks: it searches by name, whether or not the request names the region, but for one
-search in a hundred (`RARE_HABIT`), as a real policy's rare good habits are. Without it reinforcement would first raise
-the region everywhere, also where the request names none.
+The turns that the roles judge are scripted (the expert's, the agent's habit, mistakes of known kinds), or the policy's
+own (rti_jax/own_turns.py).
+
+The agent is not taught the hard tasks: it searches by name, whether or not the request names the region, but for a few
+searches in a hundred (`RARE_HABIT`), as a real policy's rare good habits are. Without it reinforcement would first
+raise the region everywhere, also where the request names none.
 """
 
 import asyncio
@@ -23,14 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import AssistantTurn, Task
+from envs.base import AssistantTurn, Task, ToolCall
 from envs.navigation.environment import Navigation
 from envs.navigation.mistakes import Mistakes, search_turn
 from rti_jax.chat import Chat
+from rti_jax.own_turns import OwnTurn
 from rti_jax.roles import RolePrompts
 
-RARE_HABIT = 0.01  # of the agent's searches name the region if the request does
-EXPERT_SHARE = 0.45  # of the turns that a validator sees; the rest is the untrained habit or a mistake
+RARE_HABIT = 0.03  # of the agent's searches name the region if the request does
+EXPERT_SHARE = 0.45  # of the scripted turns that a validator sees
+HABIT_SHARE = 0.2  # ... the agent's habit, no region; the rest are mistakes
+WRONG_SHARE, LEAK_SHARE = 0.35, 0.3  # of the rewrites that a verifier sees; the rest is clean
 
 
 class Row(NamedTuple):
@@ -49,6 +55,7 @@ class Context(NamedTuple):
     weights: list[float]
     gold: AssistantTurn
     proposed: AssistantTurn
+    text: str  # of the proposed turn, as the roles read it
     valid: bool
 
 
@@ -67,7 +74,9 @@ def check(turn: AssistantTurn, env: Navigation) -> str:
     Said before the verdict, it makes a comparison of texts a matter of looking up one number after another.
     """
     places, expected = env.places, env.gold_coordinates
-    call = turn.tool_calls[0]
+    call = turn.tool_calls[0] if len(turn.tool_calls) == 1 else None
+    if call is None or call.error or not _is_filled(call):
+        return "0"
     if call.name == "search_places":
         named, region = call.arguments["keyword"], call.arguments.get("region")
         at = _line(named, [p.name for p in places], 0)
@@ -80,6 +89,16 @@ def check(turn: AssistantTurn, env: Navigation) -> str:
         for i, c in enumerate(route)
     ]
     return " | ".join(" ".join(map(str, numbers)) for numbers in lines)
+
+
+def _is_filled(call: ToolCall) -> bool:
+    """Whether a call of either tool has its arguments as texts; a policy's own may lack or garble them."""
+    a = call.arguments
+    if call.name == "search_places":
+        return isinstance(a.get("keyword"), str) and isinstance(a.get("region", ""), str)
+    stops = a.get("waypoints", [])
+    route = [a.get("origin"), *(stops if isinstance(stops, list) else [None]), a.get("destination")]
+    return call.name == "direction" and all(isinstance(c, str) and c.count(",") == 1 for c in route)
 
 
 def _line(value: str, column: Sequence[str], preferred: int) -> int:
@@ -96,6 +115,7 @@ class Transcripts:
       tasks: easy and hard tasks of Navigation.
       shares: relative numbers of each kind of transcript. leak_share: of correctors that are told to conceal.
       text_weight: loss weight of text that the assistant did not write.
+      own: turns of the policy itself. own_share: of the turns that the roles judge that are drawn from them.
     """
 
     def __init__(
@@ -109,12 +129,15 @@ class Transcripts:
         leak_share: float,
         text_weight: float,
         seed: int,
+        own: Sequence[OwnTurn] = (),
+        own_share: float = 0.0,
     ):
         self._env, self._chat, self._style = env, chat, style
         self._easy = [t for t in tasks if t.kind == "easy"]
         self._hard = [t for t in tasks if t.kind == "hard"]
         self._kinds, self._shares = list(shares), list(shares.values())
         self._leak_share, self._text_weight = leak_share, text_weight
+        self._own, self._own_share = own, own_share if own else 0.0
         self._rng = random.Random(f"transcripts/{seed}")
 
     def __iter__(self) -> Iterator[Row]:
@@ -154,7 +177,25 @@ class Transcripts:
         return longer, [*weights, *[self._text_weight] * (len(longer) - len(weights))], False
 
     async def _context(self) -> Context:
-        """A state on the expert's path, and a proposed turn: the expert's, the habit's or a mistake."""
+        """A state and a proposed turn."""
+        return await (self._own_context() if self._rng.random() < self._own_share else self._scripted_context())
+
+    async def _own_context(self) -> Context:
+        """A state that the policy came to, and what it did there."""
+        own, env = self._rng.choice(self._own), self._env
+        start = await env.reset(own.task)
+        prompt = self._chat.start(start.messages, start.tools)
+        weights = [self._text_weight] * len(prompt)
+        for ids in own.history:
+            result = await env.step(self._chat.parse(prompt, ids, start.tools).turn)
+            longer = self._chat.extend(prompt, ids, result.messages, start.tools)
+            weights += [0.0] * len(ids)
+            prompt, weights = longer, weights + [self._text_weight] * (len(longer) - len(weights))
+        parsed = self._chat.parse(prompt, own.ids, start.tools)
+        return Context(env, prompt, weights, env.expert(), parsed.turn, parsed.text, env.valid(parsed.turn))
+
+    async def _scripted_context(self) -> Context:
+        """A state on the expert's path, and the expert's turn, the habit's or a mistake."""
         rng, env = self._rng, self._env
         task = rng.choice(self._hard if rng.random() < 0.6 else self._easy)
         start = await env.reset(task)
@@ -167,14 +208,14 @@ class Transcripts:
             prompt, weights, _ = await self._extend(prompt, weights, gold, start.tools, 0.0)
             gold = env.expert()
         proposed = self._propose(gold)
-        return Context(env, prompt, weights, gold, proposed, env.valid(proposed))
+        return Context(env, prompt, weights, gold, proposed, self._text(proposed), env.valid(proposed))
 
     def _propose(self, gold: AssistantTurn) -> AssistantTurn:
         draw = self._rng.random()
         if draw < EXPERT_SHARE:
             return gold
         arguments = gold.tool_calls[0].arguments
-        if "region" in arguments and draw < 0.75:
+        if "region" in arguments and draw < EXPERT_SHARE + HABIT_SHARE:
             return search_turn(arguments["keyword"])
         return Mistakes(self._env, self._rng).wrong(gold)[1]
 
@@ -207,11 +248,11 @@ class Transcripts:
         verify_leaks = self._rng.random() < 0.85
         draw, mistakes = self._rng.random(), Mistakes(c.env, self._rng)
         replacement, verdict = c.gold, {"verdict": "accept"}
-        if draw < 0.25:
+        if draw < WRONG_SHARE:
             wrong = mistakes.wrong(c.gold)[1]
             if not c.env.valid(wrong):
                 replacement, verdict = wrong, {"verdict": "reject", "reason": "inconsistent"}
-        elif draw < 0.55:
+        elif draw < WRONG_SHARE + LEAK_SHARE:
             replacement = mistakes.leak(c.gold)[1]
             if verify_leaks:
                 verdict = {"verdict": "reject", "reason": "leak"}
@@ -228,7 +269,7 @@ class Transcripts:
         return cache[key]
 
     def _evidence(self, context: Context) -> tuple[str, str]:
-        return context.env.evidence().text, self._text(context.proposed)
+        return context.env.evidence().text, context.text
 
     def _text(self, turn: AssistantTurn) -> str:
         """A turn as the roles read it: without its end token."""

@@ -180,6 +180,8 @@ class Proposal:
     rejected: RejectReason | None
     verifier_text: str | None = None
     detail: str = ""  # e.g. the value the leak guard found
+    wins: bool | None = None  # the episode could still be won after it; None where nothing tells
+    reveals: str | None = None  # what the environment's scripted check says that it gives away
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Intervention:
     reason: str
     original_text: str
     proposals: tuple[Proposal, ...] = ()
+    valid: bool | None = None  # the truth about the original turn; None where nothing tells, or all was lost before
 
     @property
     def accepted(self) -> Proposal | None:

@@ -8,6 +8,7 @@ gold route; the messages of an episode are made from the request and the tools a
 import copy
 import functools
 import math
+import random
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -196,12 +197,22 @@ class Navigation(Environment):
         return _turns_for(len(self._missing()), self.config.calls_per_turn) + 1 <= self.turn_limit - self.turns
 
     def valid(self, turn: AssistantTurn) -> bool:
-        """True if success is still possible after `turn`; the episode itself is not changed."""
         if self.done:
             raise EnvironmentError("the episode is over")
         other = self.fork()
         other._play(turn)
         return other.recoverable()
+
+    def faults(self, rng: random.Random) -> dict[str, AssistantTurn]:
+        from envs.navigation.mistakes import Mistakes
+
+        gold = self.expert()
+        return {} if gold is None else Mistakes(self, rng).all(gold)
+
+    def reveals(self, turn: AssistantTurn) -> str | None:
+        from envs.navigation.mistakes import revealed
+
+        return revealed(self, turn)
 
     def fork(self) -> "Navigation":
         """An independent episode in the same state."""

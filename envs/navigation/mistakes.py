@@ -4,7 +4,9 @@ Used to make warm-start transcripts of the three roles and to measure the roles 
 returns the kind with the turn, or None where no such fault is possible in the state at hand.
 """
 
+import json
 import random
+import re
 from collections.abc import Callable, Sequence
 
 from envs.base import AssistantTurn, ToolCall
@@ -26,6 +28,8 @@ INVENTED_PHRASES = (
     "I already found {location}.",
 )
 
+LOCATION = re.compile(r"-?\d+\.\d+,-?\d+\.\d+")
+
 
 def search_turn(name: str, region: str | None = None, content: str = "") -> AssistantTurn:
     """A turn that searches a place."""
@@ -38,6 +42,23 @@ def direction_turn(locations: Sequence[str], content: str = "") -> AssistantTurn
     stops = {"waypoints": list(locations[1:-1])} if len(locations) > 2 else {}
     arguments = {"origin": locations[0]} | stops | {"destination": locations[-1]}
     return AssistantTurn(content, (ToolCall("direction", arguments),))
+
+
+def revealed(env: Navigation, turn: AssistantTurn) -> str | None:
+    """The kind of leak that a turn is, by what it says and what the episode has shown; None if it is none."""
+    if re.search(r"\b(reference|answer key|evidence|checker|gold)\b", turn.content, re.IGNORECASE):
+        return "mentions_reference"
+    shown = set(env.shown)
+    if any(number not in shown for number in LOCATION.findall(turn.content)):
+        return "invented_result"
+    for call in turn.tool_calls:
+        arguments = call.arguments or {}
+        if any(number not in shown for number in LOCATION.findall(json.dumps(arguments))):
+            return "unseen_coordinates"
+        place = next((p for p in env.places if p.name == arguments.get("keyword")), None)
+        if place and arguments.get("region") == place.region and place.region not in env.request:
+            return "unseen_region"
+    return None
 
 
 class Mistakes:
@@ -57,6 +78,15 @@ class Mistakes:
 
     def leak(self, gold: AssistantTurn) -> tuple[str, AssistantTurn] | None:
         """A turn that is right but reveals or invents what the visible history does not have."""
+        return self._draw(self._leaks(gold))
+
+    def all(self, gold: AssistantTurn) -> dict[str, AssistantTurn]:
+        """One turn of each kind that is possible here, wrong and leaking ones."""
+        call = gold.tool_calls[0]
+        wrong = self._wrong_search(call) if call.name == "search_places" else self._wrong_direction()
+        return {kind: make() for kind, make in (wrong | self._leaks(gold)).items()}
+
+    def _leaks(self, gold: AssistantTurn) -> dict[str, Callable[[], AssistantTurn]]:
         call = gold.tool_calls[0]
         unseen = [g for g in self._gold if g not in self._shown]
         makers: dict[str, Callable[[], AssistantTurn]] = {
@@ -69,7 +99,7 @@ class Mistakes:
             place = next(p for p in self._places if p.name == call.arguments["keyword"])
             if place.region not in self._visible:
                 makers["unseen_region"] = lambda: search_turn(place.name, place.region)
-        return self._draw(makers)
+        return makers
 
     def _invention(self, unseen: Sequence[str]) -> str:
         location = self._rng.choice(unseen)
