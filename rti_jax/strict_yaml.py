@@ -55,10 +55,15 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what either version of YAML would misread, so that other tools read it too."""
 
+    def represent_str(self, text: str):
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None  # line breaks that PyYAML would fold to spaces
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
 
 for _class in (_Loader, _Dumper):
     for _tag, _pattern, _first in CORE_SCHEMA:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), _first)
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 

@@ -92,6 +92,7 @@ class TestYaml:
     @hypothesis.settings(max_examples=60, deadline=None)
     @hypothesis.given(values)
     @hypothesis.example({"a": "1e-6", "b": "inf", "n": "null", "on": "yes"})
+    @hypothesis.example("\x85")
     def test_what_is_dumped_is_read_back(self, value):
         assert strict_yaml.parse(strict_yaml.dump({"x": value})) == {"x": value}
 
