@@ -34,6 +34,7 @@ class NavigationConfig(EnvironmentConfig):
     calls_per_turn: int | None = pydantic.Field(None, ge=1)  # tool calls that one turn may make; None = any number
     turn_slack: int | None = pydantic.Field(None, ge=0)  # limit min(max_turns, places + 1 + slack); None = max_turns
     random_coordinates: float = pydantic.Field(0.0, ge=0, le=1)  # share of tasks on a map with coordinates of its own
+    random_names: float = pydantic.Field(0.0, ge=0, le=1)  # share of tasks whose names are invented, for warm starts
 
     @pydantic.model_validator(mode="after")
     def _check(self):

@@ -29,7 +29,7 @@ from envs.base import (
 )
 from envs.navigation import gazetteer
 from envs.navigation.config import NavigationConfig
-from envs.navigation.map import Map, Place, RandomCoordinates, coordinates
+from envs.navigation.map import InventedNames, Map, Place, RandomCoordinates, coordinates
 from envs.navigation.tasks import Report, generate
 from envs.navigation.tools import ArgumentError, Point, Toolbox, schemas
 
@@ -96,6 +96,7 @@ class Navigation(Environment):
         base = self.make_map(self.config)
         seed = task.data.get("coordinates_seed")
         map = base if seed is None else RandomCoordinates(base, seed)
+        map = InventedNames(map, task.data["names"]) if "names" in task.data else map
         self._task, self._map = task, map
         self._places: tuple[Place, ...] = tuple(map.place(i) for i in task.data["places"])
         self._gold: tuple[Point, ...] = tuple((p.latitude, p.longitude) for p in self._places)

@@ -1,16 +1,18 @@
 """The map that Navigation plays on: an interface, its records and the little geometry they need.
 
-The embedded map is gazetteer.py. A map service is another class with these methods; `RandomCoordinates` is a view of
-any map whose coordinates belong to one episode only, so that a policy must copy what a search shows.
+The embedded map is gazetteer.py. A map service is another class with these methods; `RandomCoordinates` and
+`InventedNames` are views of any map whose coordinates and names belong to one episode only, so that a policy must copy
+what it reads.
 """
 
 import dataclasses
 import functools
 import hashlib
 import math
+import random
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 EARTH_RADIUS_KM = 6371.0
@@ -114,3 +116,53 @@ class RandomCoordinates:
 
     def share_keyword(self, a: Place, b: Place) -> bool:
         return self._map.share_keyword(a, b)
+
+
+class InventedNames:
+    """A view of `map` in which some names are others; meant for warm-start data, like `RandomCoordinates`.
+
+    Args:
+      names: the new name of each name that is replaced, wherever it occurs.
+    """
+
+    def __init__(self, map: Map, names: Mapping[str, str]):
+        self._map, self.decimals = map, map.decimals
+        self._new = {fold(old): new for old, new in names.items()}
+        self._old = {fold(new): old for old, new in names.items()}
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self._renamed(self._map.places)
+
+    def _renamed(self, places: Iterable[Place]) -> list[Place]:
+        return [dataclasses.replace(p, name=self._new.get(fold(p.name), p.name)) for p in places]
+
+    def _keyword(self, keyword: str) -> str:
+        return self._old.get(fold(keyword), keyword)
+
+    def place(self, place_id: int) -> Place:
+        return self._renamed([self._map.place(place_id)])[0]
+
+    def named(self, keyword: str) -> Sequence[Place]:
+        return self._renamed(self._map.named(self._keyword(keyword)))
+
+    def search(self, keyword: str, region: str | None, limit: int) -> list[Place]:
+        return self._renamed(self._map.search(self._keyword(keyword), region, limit))
+
+    def around(self, latitude: float, longitude: float, keyword: str, radius_km: float, limit: int) -> list[Place]:
+        return self._renamed(self._map.around(latitude, longitude, self._keyword(keyword), radius_km, limit))
+
+    def share_keyword(self, a: Place, b: Place) -> bool:
+        return self._map.share_keyword(a, b)
+
+
+def invent_name(map: Map, rng: random.Random) -> str:
+    """A name that no place of the map has, pieced together from two that places have."""
+    while True:
+        first, second = (rng.choice(map.places).name for _ in range(2))
+        if rng.random() < 0.3:
+            name = f"{first.split()[0]} {second.split()[-1]}"
+        else:
+            name = first[: rng.randint(2, max(2, len(first) - 1))] + second[-rng.randint(2, max(2, len(second) - 1)) :]
+        if len(name) <= 20 and all(w.isalpha() and w[0].isupper() for w in name.split(" ")) and not map.named(name):
+            return name

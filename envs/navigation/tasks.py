@@ -19,7 +19,7 @@ import numpy as np
 from envs.base import Task
 from envs.navigation import phrasing
 from envs.navigation.config import NavigationConfig
-from envs.navigation.map import EARTH_RADIUS_KM, Map, Place, distance_km, fold
+from envs.navigation.map import EARTH_RADIUS_KM, Map, Place, distance_km, fold, invent_name
 
 SPLITS = ("train", "test", "ood")
 CLASSES = ("easy", "ambiguous", "hard")
@@ -240,9 +240,15 @@ def _task(
 ) -> Task:
     """The task's record: ids of places, never their coordinates."""
     unique = [len(map.named(p.name)) == 1 for p in places]
+    names = {}
+    if config.random_names and rng.random() < config.random_names:
+        names = {p.name: invent_name(map, rng) for p in places}
+        places = [dataclasses.replace(p, name=names[p.name]) for p in places]
     with_region = [not u or rng.random() < config.easy_region_mention for u in unique]
     request, family = phrasing.write(rng, config.tools, ood, places, with_region)
     data = {"request": request, "family": family, "places": tuple(p.id for p in places)}
+    if names:
+        data["names"] = names
     if rng.random() < config.random_coordinates:
         data["coordinates_seed"] = rng.getrandbits(32)
     return Task(id=task_id, kind=kind, data=data)
