@@ -94,6 +94,12 @@ class RolesConfig(Section):
     verifier: RoleConfig = RoleConfig(temperature=0.0)  # ours
 
 
+class ReplayConfig(Section):
+    rows: int = pydantic.Field(0, ge=0)  # packed rows of role transcripts learned after each update; 0 = off; ours
+    row_length: int = pydantic.Field(384, ge=16)  # tokens of such a row
+    leak_share: float = pydantic.Field(0.25, ge=0, le=1)  # as data.leak_share of rti sft
+
+
 Control = Literal["none", "always_invalid", "never_invalid", "always_accept", "swapped_evidence"]
 
 
@@ -109,6 +115,7 @@ class RTIConfig(Section):
     prompts: str = "default"  # role prompts: "default", "compact" (small models), or a folder of templates
     control: Control = "none"  # an experiment's control: a role that is not asked, or evidence of another task; ours
     roles: RolesConfig = RolesConfig()
+    replay: ReplayConfig = ReplayConfig()  # also without rti.enabled, so that a baseline can replay the same
 
 
 class GateConfig(Section):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rti_jax.config import Config
 from rti_jax.logprobs import token_logprobs
 from rti_jax.losses import LossOutput, log_ratio, policy_loss
-from rti_jax.optimizer import learning_rate, make_optimizer
+from rti_jax.optimizer import learning_rate, make_optimizer, total_updates
 from rti_jax.types import Author, TrainBatch
 
 __all__ = ["TrainState", "init_state", "make_logprobs_step", "make_optimizer", "make_update_step", "row_multiple"]
@@ -120,7 +120,7 @@ class Update:
         self.traces: collections.Counter[str] = collections.Counter()
         self._model, self._config, self._mesh, self._optimizer = model, config, mesh, optimizer
         self._on_policy, self._norms_by_source = on_policy, norms_by_source
-        self._rate = learning_rate(config.optimizer, config.steps * config.optimizer.minibatches)
+        self._rate = learning_rate(config.optimizer, total_updates(config))
         self._compiled: dict[str, Callable] = {}
 
     def __call__(self, state: TrainState, microbatches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:

@@ -98,6 +98,7 @@ NAMES: dict[str, str] = {
     "optimizer/updates": "optimizer steps made in this step",
     "optimizer/idle": "optimizer steps left out since no group had a gradient",
     "time/*": "seconds of a phase: rollout, intervention, update, sync, probe",
+    "replay/loss": "mean of -log p over the answers of the replayed role transcripts (rti.replay)",
     "roles/*": "evals/roles_*.json in brief: how right each role is on held-out tasks (eval.roles)",
     "eval/*": "TensorBoard only: Pass@k and Pass^k by kind of task; evals/ holds the numbers with their intervals",
     "loss/supervised": "rti sft: weighted mean of -log p over all tokens",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from rti_jax.config import OptimizerConfig
+from rti_jax.config import Config, OptimizerConfig
 
 # By path, never by the number of dimensions: the scales of stacked layers are [L, D] and look like matrices.
 UNDECAYED = re.compile(r"norm|bias|A_log")
@@ -37,6 +37,11 @@ def make_optimizer(config: OptimizerConfig, params: Any, total_steps: int) -> op
             muon_weight_dimension_numbers=jax.tree.map_with_path(_matrix_axes, params),
         )
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), inner)
+
+
+def total_updates(config: Config) -> int:
+    """Optimizer steps of a run if none is skipped: what a schedule runs over."""
+    return config.steps * (config.optimizer.minibatches + bool(config.rti.replay.rows))
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, peak: float | None = None) -> optax.Schedule:

@@ -33,6 +33,7 @@ from rti_jax import (
     evaluate,
     intervention,
     intervention_metrics,
+    replay,
     role_eval,
     roles,
     runs,
@@ -47,6 +48,8 @@ from rti_jax.environments import EnvironmentSource, environment_source, sample_t
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
 from rti_jax.metrics import Recorder
+from rti_jax.optimizer import total_updates
+from rti_jax.replay import Replay
 from rti_jax.rollout import Player
 from rti_jax.runtime import Policy, load_policy
 from rti_jax.types import Group, TrainBatch
@@ -75,7 +78,7 @@ async def _train(config: config_lib.Config, run: runs.Run) -> None:
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     tasks = TaskSets.load(config)
-    learner = Learner(config, load_policy(config), run)
+    learner = Learner(config, load_policy(config), run, tasks)
     with Recorder(run.folder, config.steps, learner.step) as recorder:
         recorder.phase("starting vLLM")
         starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
@@ -106,6 +109,7 @@ class TaskSets(NamedTuple):
         trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
         evaluate.check_disjoint(trained, held_out)
         roles.RolePrompts(config.rti.prompts)
+        replay.check(config)
         sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
 
@@ -113,10 +117,9 @@ class TaskSets(NamedTuple):
 class Learner:
     """The training state with its compiled functions, restored from the run's newest checkpoint if there is one."""
 
-    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run):
+    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run, tasks: "TaskSets"):
         self.config, self.policy = config, policy
-        total = config.steps * config.optimizer.minibatches
-        optimizer = make_optimizer(config.optimizer, policy.params, total)
+        optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
         self.state = init_state(policy.params, optimizer, policy.mesh)
         self.step = 0
         if restored := restore(run.checkpoints, self.state):
@@ -136,6 +139,8 @@ class Learner:
         )
         self._scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
         self._reference = load_policy(config).params if config.loss.kl_beta else None
+        replays = config.rti.replay.rows > 0
+        self.replay = Replay(config, policy, tasks.source, tasks.trained, optimizer) if replays else None
 
     def score(self, rows: Sequence[intervention.Row]) -> list[np.ndarray]:
         """Log-probabilities of responses under the current weights, at the rollout temperature."""
@@ -161,8 +166,11 @@ class Learner:
             if microbatches and (part.has_gradient or self.config.loss.kl_beta):
                 self.state, metrics = self._update(self.state, microbatches)
                 results.append(metrics)
+        replayed: dict[str, float] = {}
+        if self.replay:
+            self.state, replayed = self.replay(self.state, self.step)
         counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
-        return _combined([p.metrics for p in packed]) | _combined(results) | counts
+        return _combined([p.metrics for p in packed]) | _combined(results) | counts | replayed
 
     def _filled(self, batch: TrainBatch) -> TrainBatch:
         """Behaviour and reference log-probabilities, before any parameter changes."""
@@ -230,7 +238,7 @@ class Trainer:
         runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
         try:
             with self._timed("sync"):
-                if metrics["optimizer/updates"]:
+                if metrics["optimizer/updates"] or learner.replay:
                     await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
             with self._timed("probe"):
                 metrics |= await self.probe(groups)

@@ -37,6 +37,7 @@ RARE_HABIT = 0.03  # of the agent's searches name the region if the request does
 EXPERT_SHARE = 0.45  # of the scripted turns that a validator sees
 HABIT_SHARE = 0.2  # ... the agent's habit, no region; the rest are mistakes
 WRONG_SHARE, LEAK_SHARE = 0.35, 0.3  # of the rewrites that a verifier sees; the rest is clean
+FOREIGN_SHARE = 0.12  # of the contexts whose evidence is another task's, so that the roles go by it and by nothing else
 
 
 class Row(NamedTuple):
@@ -57,6 +58,7 @@ class Context(NamedTuple):
     proposed: AssistantTurn
     text: str  # of the proposed turn, as the roles read it
     valid: bool
+    right: AssistantTurn | None = None  # the expert's turn, where the evidence is another task's and so is `gold`
 
 
 def describe(turn: AssistantTurn) -> str:
@@ -178,7 +180,15 @@ class Transcripts:
 
     async def _context(self) -> Context:
         """A state and a proposed turn."""
-        return await (self._own_context() if self._rng.random() < self._own_share else self._scripted_context())
+        own = self._rng.random() < self._own_share
+        context = await (self._own_context() if own else self._scripted_context())
+        return await self._misled(context) if self._rng.random() < FOREIGN_SHARE else context
+
+    async def _misled(self, context: Context) -> Context:
+        """The same with the evidence of another task, which nothing in the conversation agrees with."""
+        other = type(self._env)(self._env.config, self._env.max_turns)
+        await other.reset(self._rng.choice(self._hard if self._rng.random() < 0.6 else self._easy))
+        return context._replace(env=other, gold=other.expert(), right=context.gold, valid=False)
 
     async def _own_context(self) -> Context:
         """A state that the policy came to, and what it did there."""
@@ -238,7 +248,8 @@ class Transcripts:
         c = await self._invalid_context()
         conceal = self._rng.random() < 0.85
         leak_share = self._leak_share if conceal else min(1.0, 3 * self._leak_share)
-        leak = Mistakes(c.env, self._rng).leak(c.gold) if self._rng.random() < leak_share else None
+        leaks = self._rng.random() < leak_share and c.right is None
+        leak = Mistakes(c.env, self._rng).leak(c.gold) if leaks else None
         prompts = self._prompts(conceal=conceal)
         text = prompts.corrector(*self._evidence(c), describe(c.gold), c.env.role_rules())
         return self._role(c, text, leak[1] if leak else c.gold)
@@ -248,7 +259,10 @@ class Transcripts:
         verify_leaks = self._rng.random() < 0.85
         draw, mistakes = self._rng.random(), Mistakes(c.env, self._rng)
         replacement, verdict = c.gold, {"verdict": "accept"}
-        if draw < WRONG_SHARE:
+        if c.right is not None:
+            if draw < 0.5:
+                replacement, verdict = c.right, {"verdict": "reject", "reason": "inconsistent"}
+        elif draw < WRONG_SHARE:
             wrong = mistakes.wrong(c.gold)[1]
             if not c.env.valid(wrong):
                 replacement, verdict = wrong, {"verdict": "reject", "reason": "inconsistent"}
