@@ -203,8 +203,11 @@ class Reviewer:
             detail = new.parsed.malformed or "longer than the context"
         elif new.response_ids == turn.response_ids or new.parsed.text == parsed.text:
             rejected = RejectReason.UNCHANGED
-        elif self._config.rti.post_check and self._config.rti.control != "always_accept":
-            rejected, verdict_text = await self._roles.verify(view, evidence, rules, parsed.text, new.parsed.text, seed)
+        elif self._config.rti.post_check:
+            if self._config.rti.control != "always_accept":
+                rejected, verdict_text = await self._roles.verify(
+                    view, evidence, rules, parsed.text, new.parsed.text, seed
+                )
             if found := self._leaks(view, parsed, new, evidence):
                 rejected, detail = rejected or RejectReason.LEAK_GUARD, ", ".join(found)
         if rejected is None and self._config.gate.scope == "turn" and not await self._plausible(view, turn, new):

@@ -76,7 +76,7 @@ class DataConfig(config_lib.Section):
     language_model_weight: float = pydantic.Field(0.3, ge=0, le=1)
     leak_share: float = pydantic.Field(0.25, ge=0, le=1)  # correctors' transcripts whose rewrite leaks or fabricates
     own_share: float = pydantic.Field(0.0, ge=0, le=1)  # of the turns that roles judge, the policy's own; needs vLLM
-    own_step: int = pydantic.Field(0, ge=0)  # they are sampled after this step, and used from then on
+    own_after: float = pydantic.Field(0.5, ge=0, lt=1)  # share of the steps after which they are sampled, and used
     own_tasks: int = pydantic.Field(1000, ge=1)  # tasks that are played for them
 
 
@@ -104,8 +104,6 @@ class SFTConfig(config_lib.Section):
     def _one_source(self):
         if bool(self.model.path) == bool(self.init):
             raise ValueError("give either model.path (fine-tune a folder) or init (draw a new model)")
-        if self.data.own_share and not self.data.own_step < self.steps:
-            raise ValueError(f"data.own_step={self.data.own_step} leaves no step of {self.steps} to use own turns in")
         return self
 
     @property
@@ -190,7 +188,7 @@ def run(config: SFTConfig) -> pathlib.Path:
     state = init_state(params, optimizer, mesh)
     step = make_step(model, optimizer, mesh)
     with Log(config) as log:
-        own_step = config.data.own_step if config.data.own_share else config.steps
+        own_step = round(config.data.own_after * config.steps) if config.data.own_share else config.steps
         state = fit(log, step, state, batches(config, stream(config, env, tasks, chat, config.seed)), own_step)
         if own_step < config.steps:
             turns = play_own(config, model, state.params, source, tasks)

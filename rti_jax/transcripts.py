@@ -187,7 +187,9 @@ class Transcripts:
     async def _misled(self, context: Context) -> Context:
         """The same with the evidence of another task, which nothing in the conversation agrees with."""
         other = type(self._env)(self._env.config, self._env.max_turns)
-        await other.reset(self._rng.choice(self._hard if self._rng.random() < 0.6 else self._easy))
+        await other.reset(self._task())
+        while other.request == context.env.request:
+            await other.reset(self._task())
         return context._replace(env=other, gold=other.expert(), right=context.gold, valid=False)
 
     async def _own_context(self) -> Context:
@@ -207,8 +209,7 @@ class Transcripts:
     async def _scripted_context(self) -> Context:
         """A state on the expert's path, and the expert's turn, the habit's or a mistake."""
         rng, env = self._rng, self._env
-        task = rng.choice(self._hard if rng.random() < 0.6 else self._easy)
-        start = await env.reset(task)
+        start = await env.reset(self._task())
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         gold = env.expert()
@@ -219,6 +220,9 @@ class Transcripts:
             gold = env.expert()
         proposed = self._propose(gold)
         return Context(env, prompt, weights, gold, proposed, self._text(proposed), env.valid(proposed))
+
+    def _task(self) -> Task:
+        return self._rng.choice(self._hard if self._rng.random() < 0.6 else self._easy)
 
     def _propose(self, gold: AssistantTurn) -> AssistantTurn:
         draw = self._rng.random()

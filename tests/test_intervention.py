@@ -8,13 +8,16 @@ import math
 import numpy as np
 import pytest
 
+from envs.base import AssistantTurn
 from rti_jax import batching, intervention
+from rti_jax.config import ConfigError
+from rti_jax.environments import EnvironmentSource
 from rti_jax.intervention import intervene, replace, triggered
 from rti_jax.intervention_metrics import statistics
 from rti_jax.roles import Roles
 from rti_jax.rollout import Player, Seat
 from rti_jax.types import Author, Group, IntervenedRollout, RejectReason, Status, Trajectory, Turn
-from tests.fakes import CANARY, FakeEngine, call, lookup_source, lookup_task, small_config, tiny_chat
+from tests.fakes import CANARY, FakeEngine, Lookup, call, lookup_source, lookup_task, small_config, tiny_chat
 
 WRONG, LOOK, RIGHT = call("answer", code="1"), call("look", name="Ada"), call("answer", code="X4711")
 VALID, INVALID = '{"verdict": "valid"}', '{"expected": "look", "verdict": "invalid", "reason": "the code is unknown"}'
@@ -472,3 +475,67 @@ def test_groups_run_at_once_and_attempts_in_turn():
     assert [r.role for r in run.engine.requests[:6]] == ["policy"] * 3 + ["validator"] * 3
     assert all(g.replaced for g in after) and len(run.scored) == 1, "one call of the scorer for a round of attempts"
     assert intervention.decide(after[0].replaced, run.config).admitted is False
+
+
+class TestControls:
+    """rti.control: roles that are not asked, and the evidence of another task."""
+
+    def test_always_invalid_corrects_every_turn_unasked(self):
+        run = Run(rti={"control": "always_invalid"})
+        run()
+        assert [r.role for r in run.engine.requests] == ["policy", "corrector", "verifier"] * 2
+        assert run.group.replaced
+
+    def test_never_invalid_leaves_the_policy_alone(self):
+        run = Run(rti={"control": "never_invalid"})
+        run()
+        assert {r.role for r in run.engine.requests} == {"policy"}
+        assert run.group.replaced is None
+
+    def test_always_accept_does_not_ask_the_verifier_but_guards(self):
+        run = Run(rti={"control": "always_accept"})
+        run()
+        assert "verifier" not in {r.role for r in run.engine.requests}
+        assert run.group.replaced
+        leaking = Run({"corrector": lambda text: RIGHT}, rti={"control": "always_accept"})
+        leaking()
+        assert set(leaking.rejections) == {RejectReason.LEAK_GUARD}
+
+    def test_swapped_evidence_is_another_tasks(self):
+        run = Run(rti={"control": "swapped_evidence"})
+        tasks = [lookup_task("t"), lookup_task("u", code="Z0815")]
+        groups = asyncio.run(run.player.collect(tasks, step=3))
+        run.engine.requests.clear()
+        asyncio.run(intervene(groups, tasks, run.player, run.roles, run.score, run.config, step=3))
+        prompts = run.engine.prompts("validator")
+        assert all(("answer Z0815" in p) != ("answer X4711" in p) for p in prompts)
+        first = [p for p in prompts if "answer Z0815" in p]
+        assert first and len(first) < len(prompts)
+
+    def test_swapped_evidence_needs_two_tasks(self):
+        with pytest.raises(ConfigError, match="two tasks"):
+            Run(rti={"control": "swapped_evidence"})()
+
+
+class Telling(Lookup):
+    """Lookup that can tell which turns lose."""
+
+    def expert(self):
+        return AssistantTurn()
+
+    def valid(self, turn):
+        return all(c.arguments.get("code", "X4711") == "X4711" for c in turn.tool_calls)
+
+    def reveals(self, turn):
+        return "key" if "key" in turn.content else None
+
+
+def test_truth_is_counted_where_the_environment_can_tell():
+    run = Run({"corrector": lambda text: RIGHT if shown(text) else "By the key:\n" + LOOK})
+    assert math.isnan(statistics([run()])["rti/validator_recall"])
+    run.player = Player(EnvironmentSource(Telling, Telling.Config(), 4), run.chat, run.engine, run.config)
+    found = statistics([run()])
+    assert (found["rti/validator_recall"], found["rti/validator_precision"]) == (1.0, 1.0)
+    assert found["rti/corrector_success"] == 0.5
+    assert found["rti/proposals_revealing"] == found["rti/accepted_revealing"] == found["rti/admitted_revealing"] == 1
+    assert found["rti/policy_tokens"] == 2 * len(run.chat.encode_text(WRONG))

@@ -1,5 +1,6 @@
 """The task generator of Navigation: kinds, splits, wording, filters, determinism."""
 
+import asyncio
 import collections
 import random
 
@@ -212,3 +213,22 @@ class TestPhrasing:
         for seed in range(60):
             text, _ = phrasing.write(random.Random(seed), "full", bool(seed % 2), two, [False, True])
             assert not set("[]{}") & set(text) and "  " not in text and text.index("A") < text.rindex("B")
+
+
+def test_invented_names_are_on_no_map_and_the_expert_finds_them():
+    config = MINIATURE.model_copy(update={"random_names": 1.0, "random_coordinates": 0.5, "train_tasks": 60})
+    map = Navigation.make_map(config)
+    env = Navigation(config, 9)
+    for task in Navigation.tasks(config, "train")[:40]:
+        for old, new in task.data["names"].items():
+            assert map.named(old) and not map.named(new)
+            assert new in task.data["request"]
+
+        async def play(task=task):
+            await env.reset(task)
+            assert [p.name for p in env.places] == list(task.data["names"].values())
+            while (turn := env.expert()) is not None:
+                await env.step(turn)
+
+        asyncio.run(play())
+        assert env.success

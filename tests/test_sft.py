@@ -71,10 +71,14 @@ def test_a_short_warm_start_writes_a_folder_that_transformers_reads(tmp_path):
 
     small = ["steps=20", "rows=4", "env.train_tasks=200", "env.min_population=5000", "tokenizer.transcripts=100"]
     tiny = ["init.hidden_size=32", "init.intermediate_size=64", "init.num_hidden_layers=2", "tokenizer.vocab_size=700"]
-    folders = [f"output={tmp_path}/policy", f"runs_dir={tmp_path}/runs"]
+    folders = [f"output={tmp_path}/policy", f"runs_dir={tmp_path}/runs", "data.own_tasks=8"]
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    (tmp_path / "policy" / "README.md").write_text("a card")
     output = sft.run(config_lib.load_config(CONFIG, [*small, *tiny, *folders], sft.SFTConfig))
     losses = [json.loads(line)["loss/supervised"] for line in open(tmp_path / "runs/warmstart/metrics.jsonl")]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and len(losses) == 2
+    assert (output / "README.md").read_text() == "a card"
 
     tokenizer = AutoTokenizer.from_pretrained(output)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "From Troy to Utica."}], return_dict=True)[

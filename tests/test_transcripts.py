@@ -29,10 +29,10 @@ def world():
     return Navigation(config, 6), Navigation.tasks(config, "train"), chat
 
 
-def rows_of(world, kind, count, seed=0, leak_share=0.25):
+def rows_of(world, kind, count, seed=0, leak_share=0.25, **own):
     env, tasks, chat = world
     stream = Transcripts(
-        env, tasks, chat, style="compact", shares={kind: 1.0}, leak_share=leak_share, text_weight=0.3, seed=seed
+        env, tasks, chat, style="compact", shares={kind: 1.0}, leak_share=leak_share, text_weight=0.3, seed=seed, **own
     )
     return list(itertools.islice(iter(stream), count))
 
