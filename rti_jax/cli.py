@@ -247,6 +247,30 @@ def report(
     print(f"wrote {command.main(runs, output=output)}")
 
 
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="run folder, evaluation file, or a quoted pattern", metavar="A")],
+    second: Annotated[str, typer.Argument(help="the same, on the same tasks", metavar="B")],
+    step: Annotated[int | None, typer.Option(help="Evaluation after this step of a run; default the newest.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="Also written to this JSON file.")] = None,
+) -> None:
+    """Two evaluations, paired over tasks, with intervals.
+
+    A pattern stands for several seeds of one method: their trials are pooled task by task.
+
+    [bold]Examples[/bold]
+
+    rti compare runs/quickstart_grpo runs/quickstart
+
+    rti compare 'runs/grpo_seed*' 'runs/rti_seed*' --step 24
+
+    rti compare 'runs/grpo_seed*/evals/step_000032.json' 'runs/rti_seed*/evals/step_000024.json'
+    """
+    from rti_jax import compare as command
+
+    _exit(command.main(first, second, step=step, output=output))
+
+
 def _mesh(text: str) -> Any:
     """`fsdp=4,tensor=2` as a MeshConfig."""
     from rti_jax import config
