@@ -97,6 +97,13 @@ def _load(path: pathlib.Path, overrides: list[str] | None, schema: Any = None) -
     return config.load_config(path, overrides or [], schema or config.Config, environments.env_config)
 
 
+def _check_model(config: Any) -> None:
+    """A missing model folder is said before anything heavy is imported."""
+    from rti_jax.runtime import check_folder
+
+    check_folder(config.model.path)
+
+
 def _print_resolved(config: Any) -> None:
     from rti_jax.config import resolved_yaml
 
@@ -121,6 +128,7 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     resolved = _load(config, overrides)
     if dry_run:
         return _print_resolved(resolved)
+    _check_model(resolved)
     _launch(ctx)
     from rti_jax import train as command
 
@@ -157,6 +165,7 @@ def evaluate(
     a scripted expert
     """
     resolved = _load(config, overrides)
+    _check_model(resolved)
     _launch(ctx)
     from rti_jax import evaluate as command
 

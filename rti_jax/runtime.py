@@ -2,10 +2,13 @@
 
 import dataclasses
 import pathlib
+import typing
 from typing import Any
 
 from rti_jax import config as config_lib
-from rti_jax.chat import Chat
+
+if typing.TYPE_CHECKING:
+    from rti_jax.chat import Chat
 
 
 def make_mesh(config: config_lib.MeshConfig):
@@ -53,14 +56,15 @@ class Policy:
     model: Any  # models.hf.LanguageModel
     params: Any
     mesh: Any
-    chat: Chat
+    chat: "Chat"
 
 
 def load_policy(config: config_lib.Config) -> Policy:
     """Loads `model.path` onto the mesh."""
-    from models import hf
-
     folder = check_folder(config.model.path)
+    from models import hf
+    from rti_jax.chat import Chat
+
     mesh = make_mesh(config.mesh)
     try:
         model, params = hf.load(
