@@ -178,6 +178,31 @@ class Environment(abc.ABC):
         """The gold next turn from the current state, or None where there is none (can no longer succeed)."""
         return None
 
+    @classmethod
+    def check(cls, config: Any) -> None:  # noqa: B027 - optional
+        """Called before a run: raises ValueError for what episodes need and do not find, e.g. an endpoint."""
+
+    @classmethod
+    def rehearsal(cls, config: Any, max_turns: int) -> "Environment":
+        """An instance on which gold and idle play need no endpoint: the task's data plays a simulated user or a judge.
+
+        `rti validate` plays on these; the default suits an environment that asks no other model.
+        """
+        return cls(config, max_turns)
+
+    def idle(self) -> AssistantTurn:
+        """A turn that does nothing for the task, for `rti validate`."""
+        return AssistantTurn("I am sorry, I cannot help with this.")
+
+    @classmethod
+    def idle_exceptions(cls, config: Any, split: str) -> frozenset[str]:
+        """Ids of the tasks that doing nothing wins, where an environment has such tasks; see `idle`."""
+        return frozenset()
+
+    def check_evidence(self) -> list[str]:
+        """What the evidence of the current task says that is not true, found otherwise than it was written."""
+        return []
+
     def public_values(self) -> str:
         """Text whose values are never privileged for the leak guard (policy documents, tool schemas are added)."""
         return ""
