@@ -179,8 +179,9 @@ class Environment(abc.ABC):
         return None
 
     @classmethod
-    def check(cls, config: Any) -> None:  # noqa: B027 - optional
+    def check(cls, config: Any) -> None:
         """Called before a run: raises ValueError for what episodes need and do not find, e.g. an endpoint."""
+        return None
 
     @classmethod
     def rehearsal(cls, config: Any, max_turns: int) -> "Environment":

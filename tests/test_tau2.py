@@ -1,7 +1,8 @@
-"""τ²-bench through our adapter: gold and idle play, the reward against τ²'s own evaluator, isolation, limits, the user."""
+"""τ²-bench through our adapter: gold and idle play, the reward against τ²'s evaluator, isolation, limits, the user."""
 
 import asyncio
 import gc
+import importlib.util
 import json
 import sys
 import time
@@ -76,8 +77,11 @@ class Script:
 async def started(name="mock", *replies, task_id="create_task_1", **limits):
     """(environment, user, first observation) of an episode whose user follows a script."""
     user = Script("Hello", *replies)
-    env = Tau2(Tau2Config(domain=name, **{k: v for k, v in limits.items() if k != "max_turns"}),
-               limits.get("max_turns", 30), user)
+    env = Tau2(
+        Tau2Config(domain=name, **{k: v for k, v in limits.items() if k != "max_turns"}),
+        limits.get("max_turns", 30),
+        user,
+    )
     task = next(t for t in tasks(name) if t.data["id"] == task_id)
     return env, user, await env.reset(task)
 
@@ -86,16 +90,25 @@ class Official:
     """τ²'s own evaluator, which replays a trajectory on environments that it loads itself."""
 
     def __init__(self):
-        stand_in = {n: unittest.mock.MagicMock() for n in ("litellm", "litellm.caching", "litellm.caching.caching",
-                                                           "litellm.main") if n not in sys.modules}
-        with unittest.mock.patch.dict(sys.modules, stand_in):  # of an LLM judge, which no task here has in its reward
+        names = ("litellm", "litellm.caching", "litellm.caching.caching", "litellm.main")
+        absent = [n for n in names if n not in sys.modules and importlib.util.find_spec("litellm") is None]
+        sys.modules.update({n: unittest.mock.MagicMock() for n in absent})  # of an LLM judge that no task here needs
+        try:
             self.evaluator = package.module("evaluator.evaluator")
             self.runs = package.module("data_model.simulation")
+        finally:
+            for name in absent:
+                del sys.modules[name]
 
     def reward(self, env, termination="user_stop"):
         simulation = self.runs.SimulationRun(
-            id="x", task_id=env._task.id, start_time="", end_time="", duration=0.0,
-            termination_reason=termination, messages=env.trajectory,
+            id="x",
+            task_id=env._task.id,
+            start_time="",
+            end_time="",
+            duration=0.0,
+            termination_reason=termination,
+            messages=env.trajectory,
         )
         return self.evaluator.evaluate_simulation(
             simulation, env._task, self.evaluator.EvaluationType.ALL, solo_mode=False, domain=env.config.domain
@@ -302,7 +315,8 @@ class TestIsolation:
                 bill.status = "Paid"
             customer = world.tools.db.customers[0]
             made = package.module("data_model.message").ToolCall(
-                id="a", name="refuel_data",
+                id="a",
+                name="refuel_data",
                 arguments={"customer_id": customer.customer_id, "line_id": customer.line_ids[0], "gb_amount": 1.0},
             )
             before = len(world.tools.db.bills)
@@ -360,7 +374,9 @@ class TestEpisode:
         assert [m["role"] for m in start.messages] == ["system", "assistant", "user"]
         assert start.messages[0]["content"].startswith("<instructions>\nYou are a customer service agent")
         assert domains.load("mock").policy.strip() in start.messages[0]["content"]
-        assert start.messages[1]["content"] == "Hi! How can I help you today?" and start.messages[2]["content"] == "Hello"
+        assert (
+            start.messages[1]["content"] == "Hi! How can I help you today?" and start.messages[2]["content"] == "Hello"
+        )
         assert {t["function"]["name"] for t in start.tools} >= {"create_task", "transfer_to_human_agents"}
         (first, _), *_ = user.seen
         assert first[0]["role"] == "system" and "Important Meeting" in first[0]["content"]
@@ -409,13 +425,16 @@ class TestEpisode:
     def test_mistakes_come_back_as_errors_and_are_counted(self):
         async def episode():
             env, user, _ = await started()
-            turn = AssistantTurn("", (
-                ToolCall("create_task", {"title": 3}, "a"),
-                ToolCall("update_task_status", {"task_id": "task_1", "status": "gone"}, "b"),
-                ToolCall("no_such_tool", {}, "c"),
-                ToolCall("", None, "d", error="the tool call is not valid JSON"),
-                ToolCall("create_task", {"user_id": "user_1", "title": "x", "colour": "red"}, "e"),
-            ))
+            turn = AssistantTurn(
+                "",
+                (
+                    ToolCall("create_task", {"title": 3}, "a"),
+                    ToolCall("update_task_status", {"task_id": "task_1", "status": "gone"}, "b"),
+                    ToolCall("no_such_tool", {}, "c"),
+                    ToolCall("", None, "d", error="the tool call is not valid JSON"),
+                    ToolCall("create_task", {"user_id": "user_1", "title": "x", "colour": "red"}, "e"),
+                ),
+            )
             before = hashes(env)
             result = await env.step(turn)
             empty = await env.step(AssistantTurn("  "))
@@ -482,7 +501,9 @@ class TestEvidence:
 
     def test_a_false_statement_is_found(self):
         domain = domains.load("retail")
-        task = next(t.data["id"] for t in tasks("retail") if any(s.error for s in domains.gold_steps(domain, t.data["id"])))
+        task = next(
+            t.data["id"] for t in tasks("retail") if any(s.error for s in domains.gold_steps(domain, t.data["id"]))
+        )
         true = evidence_lib.evidence(domain, task)
         unmarked = type(true)(true.text.replace("[expected to fail", "["), true.values)
         assert evidence_lib.untrue(domain, task, true) == [] and len(evidence_lib.untrue(domain, task, unmarked)) >= 1
@@ -493,7 +514,9 @@ class TestEvidence:
 
 
 class TestCalculate:
-    @pytest.mark.parametrize("text", ["9**9**9", "9**9**7", "2**100000", "(9**99)**999", "7*(3+9**9**9)", "1+" * 400 + "1"])
+    @pytest.mark.parametrize(
+        "text", ["9**9**9", "9**9**7", "2**100000", "(9**99)**999", "7*(3+9**9**9)", "1+" * 400 + "1"]
+    )
     def test_what_would_hang_is_refused_at_once(self, text):
         async def episode():
             env = Tau2.rehearsal(Tau2Config(domain="airline"), 30)
@@ -505,7 +528,9 @@ class TestCalculate:
         answer, seconds = run(episode())
         assert answer.startswith("Error: the expression is") and seconds < 1.0
 
-    @pytest.mark.parametrize(("text", "answer"), [("2 * (3 + 4.5)", "15.0"), ("2**10", "1024.0"), ("7 // 2", "3.0"), (" -3+1", "-2.0")])
+    @pytest.mark.parametrize(
+        ("text", "answer"), [("2 * (3 + 4.5)", "15.0"), ("2**10", "1024.0"), ("7 // 2", "3.0"), (" -3+1", "-2.0")]
+    )
     def test_what_is_reasonable_is_τ2s_own_answer(self, text, answer):
         assert expression.problem(text) is None
         assert domains.load("retail").world().use_tool("calculate", expression=text) == answer
@@ -521,8 +546,13 @@ def answer(content=None, *calls):
         {"id": f"u{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)
     ]
     message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
-    return 200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m",
-                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    return 200, {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+    }
 
 
 class Server:
@@ -557,7 +587,10 @@ class Server:
                     self.active -= 1
                     status, data = self.answers(body) if callable(self.answers) else self.answers.pop(0)
                 text = json.dumps(data).encode()
-                writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(text)))
+                writer.write(
+                    b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                    % (status, len(text))
+                )
                 writer.write(text)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -590,9 +623,19 @@ class TestEndpointUser:
         assert result.messages == [{"role": "user", "content": "No signal."}] and not result.done
         assert (env.errors, env.user_errors) == (0, 1)
         last = server.requests[-1]
-        assert [m["role"] for m in last["messages"]] == ["system", "user", "assistant", "user", "assistant", "tool", "tool"]
+        assert [m["role"] for m in last["messages"]] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+            "tool",
+            "tool",
+        ]
         assert last["messages"][2]["content"] == "My phone is broken."
-        assert last["messages"][5]["content"].startswith("Status Bar: ") and "not found" in last["messages"][6]["content"]
+        assert (
+            last["messages"][5]["content"].startswith("Status Bar: ") and "not found" in last["messages"][6]["content"]
+        )
         assert last["messages"][4]["tool_calls"][1]["function"] == {"name": "no_tool", "arguments": '{"a": 1}'}
         assert last["model"] == "sim" and last["temperature"] == 0.0 and last["top_k"] == 5
         assert len(last["tools"]) == 30 and last["tool_choice"] == "auto"
@@ -605,7 +648,10 @@ class TestEndpointUser:
             ([answer("")] * 3, "an empty answer"),
             ([answer("<think>only")] * 0 + [answer("<think>only</think>")] * 3, "an empty answer"),
             ([answer(None, ("check_status_bar", "{"))] * 3, "not JSON"),
-            ([(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": []})] * 3, "without a choice"),
+            (
+                [(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": []})] * 3,
+                "without a choice",
+            ),
             ([(401, {"error": "no key"})], "AuthenticationError"),
         ],
     )

@@ -40,7 +40,7 @@ in words, one step at a time, and never calls a device action itself.
 Before a call that changes a database (booking, cancelling, modifying, returning, paying, enabling), the agent has told \
 the user what it is going to do, and the user has explicitly agreed.
 Nothing is fabricated: ids, prices, names and results come from the user's words or from tool results so far.
-A turn is either a message to the user or tool calls, not both; text beside a call is not shown to the user.
+A turn is a message to the user or tool calls, not both; text beside a call is not shown to the user.
 The dialogue is ended by the user alone. What the policy forbids is refused, or transferred to a human."""
 
 
@@ -63,9 +63,7 @@ class Tau2(Environment):
     def tasks(cls, config: Tau2Config, split: str) -> Sequence[Task]:
         """Tasks of a split of τ² ("train"), or of one without another ("full-base")."""
         domain = domains.load(config.domain)
-        return [
-            Task(f"{domain.name}/{i}", _kind(domain, i), {"id": i}) for i in domains.split_ids(domain, split)
-        ]
+        return [Task(f"{domain.name}/{i}", _kind(domain, i), {"id": i}) for i in domains.split_ids(domain, split)]
 
     @classmethod
     def check(cls, config: Tau2Config) -> None:

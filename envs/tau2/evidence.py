@@ -24,7 +24,9 @@ def evidence(domain: Domain, task_id: str) -> Evidence:
     """Reference actions (those that fail marked as such), conditions, required information and the user's scenario."""
     task = domain.tasks[task_id]
     criteria, steps = task.evaluation_criteria, gold_steps(domain, task_id)
-    sections = [("Reference actions, in order", [_step(i, s) for i, s in enumerate(steps, 1)] or ["none: change nothing"])]
+    sections = [
+        ("Reference actions, in order", [_step(i, s) for i, s in enumerate(steps, 1)] or ["none: change nothing"])
+    ]
     if criteria:
         sections += [
             ("Conditions at the end", [_assertion(a) for a in criteria.env_assertions or []]),
@@ -45,13 +47,19 @@ def evidence(domain: Domain, task_id: str) -> Evidence:
 
 def call_text(action: Any) -> str:
     """A call as text: tool(argument=value, ...)."""
-    return f"{action.name}({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in action.arguments.items())})"
+    return (
+        f"{action.name}({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in action.arguments.items())})"
+    )
 
 
 def _step(number: int, step: Step) -> str:
     who = "agent" if step.action.requestor == "assistant" else "user, on the own device"
     failing = f"  [expected to fail and to have no effect: {step.error}]" if step.error else ""
-    loose = "" if step.action.compare_args is None else f"  [compared: {', '.join(step.action.compare_args) or 'the name alone'}]"
+    loose = (
+        ""
+        if step.action.compare_args is None
+        else f"  [compared: {', '.join(step.action.compare_args) or 'the name alone'}]"
+    )
     return f"{number}. {who}: {call_text(step.action)}{loose}{failing}"
 
 
@@ -62,7 +70,10 @@ def _assertion(assertion: Any) -> str:
 
 def _faults(task: Any) -> list[str]:
     actions = (task.initial_state.initialization_actions if task.initial_state else None) or []
-    return [f"{a.env_type}: {a.func_name}({', '.join(f'{k}={json.dumps(v)}' for k, v in a.arguments.items())})" for a in actions]
+    return [
+        f"{a.env_type}: {a.func_name}({', '.join(f'{k}={json.dumps(v)}' for k, v in a.arguments.items())})"
+        for a in actions
+    ]
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -73,7 +84,12 @@ def _leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for v in value:
             yield from _leaves(v)
-    elif isinstance(value, str) and 0 < len(value) <= NAMED or isinstance(value, int | float) and not isinstance(value, bool):
+    elif (
+        isinstance(value, str)
+        and 0 < len(value) <= NAMED
+        or isinstance(value, int | float)
+        and not isinstance(value, bool)
+    ):
         yield str(value)
 
 

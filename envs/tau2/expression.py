@@ -1,4 +1,4 @@
-"""What the `calculate` tool may be asked: τ² evaluates the expression in this process, where `9**9**9` never returns."""
+"""What the `calculate` tool may be asked: τ² evaluates it in this process, where `9**9**9` never returns."""
 
 import ast
 

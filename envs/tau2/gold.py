@@ -66,5 +66,7 @@ class GoldUser:
             return Reply(f"I did it: {spoken[-1]['content']}")
         for step in gold_steps(self._domain, self.task_id):
             if step.action.requestor == "user" and spoken[-1]["content"] == ASK + call_text(step.action):
-                return Reply(None, ((f"device_{len(spoken)}", step.action.name, json.loads(json.dumps(step.action.arguments))),))
+                return Reply(
+                    None, ((f"device_{len(spoken)}", step.action.name, json.loads(json.dumps(step.action.arguments))),)
+                )
         return Reply(self._stop)

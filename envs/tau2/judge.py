@@ -1,4 +1,4 @@
-"""The judge of assertions in words, which upstream's retail tasks have in their reward; the registry's release has none.
+"""The judge of assertions in words: upstream's retail tasks have them in the reward, the registry's release does not.
 
 The prompt is that of tau2/evaluator/evaluator_nl_assertions.py (MIT, Sierra Research), which τ² itself sends to a fixed
 model through litellm.

