@@ -37,8 +37,8 @@ EMPTY = "The message was empty: write to the user, or call a tool."
 RULES = """\
 The agent has its own tools only. What has to be done on the user's device is done by the user: the agent asks for it \
 in words, one step at a time, and never calls a device action itself.
-Before a call that changes a database (booking, cancelling, modifying, returning, paying, enabling), the agent has told \
-the user what it is going to do, and the user has explicitly agreed.
+Before a call that changes a database (booking, cancelling, modifying, returning, paying, enabling), the agent has \
+told the user what it is going to do, and the user has explicitly agreed.
 Nothing is fabricated: ids, prices, names and results come from the user's words or from tool results so far.
 A turn is a message to the user or tool calls, not both; text beside a call is not shown to the user.
 The dialogue is ended by the user alone. What the policy forbids is refused, or transferred to a human."""
