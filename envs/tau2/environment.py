@@ -29,7 +29,7 @@ from envs.tau2 import domain as domains
 from envs.tau2 import evidence as evidence_lib
 from envs.tau2 import gold, grading, package
 from envs.tau2.config import Tau2Config, resolve
-from envs.tau2.judge import EndpointJudge
+from envs.tau2.judge import EndpointJudge, Judge
 from envs.tau2.user import EndpointUser, User
 
 IDLE = "idle"  # kind of the tasks that doing nothing wins
@@ -54,10 +54,10 @@ class Tau2(Environment):
     Config: ClassVar[type[EnvironmentConfig]] = Tau2Config
     config: Tau2Config
 
-    def __init__(self, config: Tau2Config, max_turns: int, user: User | None = None):
+    def __init__(self, config: Tau2Config, max_turns: int, user: User | None = None, judge: Judge | None = None):
         super().__init__(config, max_turns)
-        self._user = user
-        self._judge = None
+        self._user: User = user or EndpointUser(config.user)
+        self._judge: Judge = judge or EndpointJudge(config.judge)
 
     @classmethod
     def tasks(cls, config: Tau2Config, split: str) -> Sequence[Task]:
@@ -82,7 +82,7 @@ class Tau2(Environment):
     @classmethod
     def rehearsal(cls, config: Tau2Config, max_turns: int) -> "Tau2":
         user = gold.GoldUser(domains.load(config.domain), package.stop_markers()[0])
-        return cls(config, max_turns, user)
+        return cls(config, max_turns, user, gold.GoldJudge())
 
     @classmethod
     def idle_exceptions(cls, config: Tau2Config, split: str) -> frozenset[str]:
@@ -91,8 +91,6 @@ class Tau2(Environment):
     async def reset(self, task: Task) -> Observation:
         domain = domains.load(self.config.domain)
         self._domain, self._task = domain, domain.tasks[task.data["id"]]
-        if self._user is None:
-            self._user = EndpointUser(self.config.user)
         if isinstance(self._user, gold.GoldUser):
             self._user.task_id = self._task.id
         self._types = package.module("data_model.message")
@@ -136,7 +134,7 @@ class Tau2(Environment):
         if not self.stopped:
             reason = "too many tool errors" if self._too_many_errors() else "turn limit"
             return Outcome("failure", 0.0, info | {"reason": reason})
-        grade = await grading.grade(self._domain, self._task, self.world, self.trajectory, self._hold)
+        grade = await grading.grade(self._domain, self._task, self.world, self.trajectory, self._judge)
         info |= {f"reward_{part}": score for part, score in grade.parts.items()}
         if grade.reward == 1.0:
             return Outcome("success", 1.0, info)
@@ -237,11 +235,6 @@ class Tau2(Environment):
 
     def _too_many_errors(self) -> bool:
         return self.errors + self.user_errors >= self.config.max_errors
-
-    async def _hold(self, assertions: Sequence[str], trajectory: Sequence[Any]) -> bool:
-        if self._judge is None:
-            self._judge = EndpointJudge(self.config.judge)
-        return await self._judge.hold(assertions, trajectory)
 
 
 def _kind(domain: domains.Domain, task_id: str) -> str:

@@ -15,6 +15,7 @@ from envs.tau2.evidence import call_text
 from envs.tau2.user import Reply
 
 ASK = "Please do this on your device: "
+DONE = "All is done."
 
 
 def pending(domain: Domain, task_id: str, trajectory: Sequence[Any]) -> list[Any]:
@@ -37,7 +38,7 @@ def next_turn(domain: Domain, task_id: str, trajectory: Sequence[Any], turn: int
     left = pending(domain, task_id, trajectory)
     if not left:
         criteria = domain.tasks[task_id].evaluation_criteria
-        return AssistantTurn(" ".join(["All is done.", *((criteria.communicate_info if criteria else None) or [])]))
+        return AssistantTurn(" ".join([DONE, *((criteria.communicate_info if criteria else None) or [])]))
     if left[0].requestor == "user":
         return AssistantTurn(ASK + call_text(left[0]))
     return AssistantTurn("", (ToolCall(left[0].name, dict(left[0].arguments), f"gold_{turn}"),))
@@ -49,6 +50,13 @@ def strayed(domain: Domain, task_id: str, trajectory: Sequence[Any]) -> bool:
     failed = {m.id for m in trajectory if m.role == "tool" and m.error}
     calls = [c for m in trajectory for c in getattr(m, "tool_calls", None) or [] if c.requestor == "assistant"]
     return any(c.name in domain.writes and c.id not in failed and (c.name, c.arguments) not in gold for c in calls)
+
+
+class GoldJudge:
+    """Finds that all assertions in words hold where gold was played to its end, and nowhere else."""
+
+    async def hold(self, assertions: Sequence[str], trajectory: Sequence[Any]) -> bool:
+        return any(m.role == "assistant" and (m.content or "").startswith(DONE) for m in trajectory)
 
 
 class GoldUser:

@@ -12,14 +12,13 @@ The reward is a product over the task's reward basis (τ²'s EvaluationCriteria)
 import dataclasses
 import functools
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from envs.tau2 import package
 from envs.tau2.copy_on_write import fingerprint
 from envs.tau2.domain import Domain, replay
-
-Judge = Callable[[Sequence[str], Sequence[Any]], Awaitable[bool]]  # (assertions, trajectory) -> whether all hold
+from envs.tau2.judge import Judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ async def grade(domain: Domain, task: Any, world: Any, trajectory: Sequence[Any]
     parts = _checkable(domain, task, world, trajectory)
     if "NL_ASSERTION" in basis(task):
         assertions = task.evaluation_criteria.nl_assertions
-        parts["NL_ASSERTION"] = float(not assertions or await judge(assertions, trajectory))
+        parts["NL_ASSERTION"] = float(not assertions or await judge.hold(assertions, trajectory))
     return Grade({part: parts[part] for part in basis(task)})
 
 

@@ -6,7 +6,7 @@ model through litellm.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from envs.base import JudgeError
 from envs.tau2.config import EndpointConfig
@@ -35,6 +35,12 @@ Example response structure:
         }
     ]
 }"""
+
+
+class Judge(Protocol):
+    """Judges a dialogue, τ²'s messages, by assertions in words."""
+
+    async def hold(self, assertions: Sequence[str], trajectory: Sequence[Any]) -> bool: ...
 
 
 class EndpointJudge:

