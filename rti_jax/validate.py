@@ -7,8 +7,8 @@ On every task of the config's splits: gold play (`Environment.expert`) scores 1;
 scores 0, but for the tasks that the environment names as exceptions, which must be won; the evidence is there, hides
 itself, is the same whenever it is asked for, and nothing in it is untrue (`Environment.check_evidence`). Then all those
 episodes are played again, many at once and turn by turn in between each other: each must see, message by message, and
-score what it saw and scored alone. Every set-up, turn and score has a time limit. Nothing else than the environment is
-needed: no model, and no endpoint (`Environment.rehearsal`).
+score what it saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever the environment
+awaits something. Nothing else than the environment is needed: no model, and no endpoint (`Environment.rehearsal`).
 """
 
 import asyncio

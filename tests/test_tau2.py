@@ -61,7 +61,7 @@ def call(name, /, **arguments):
 
 
 COUNT = iter(range(10**6))
-Nl = package.module("data_model.tasks").RewardType
+Reward = package.module("data_model.tasks").RewardType
 
 
 class Script:
@@ -246,20 +246,69 @@ class TestOfficialEvaluator:
 
     @pytest.mark.slow
     def test_a_change_with_another_argument_gives_0_in_both_everywhere(self, official):
-        count = sum(self.mutations_agree(official, name, tasks(name), 20) for name in ("airline", "retail"))
+        count = sum(self.mutations_agree(official, name, tasks(name), 25) for name in ("airline", "retail"))
         assert count >= 50
 
     def mutations_agree(self, official, name, chosen, at_least):
         async def all_runs():
-            return [env for task in chosen async for env in mutated(name, task)][:: 1 if at_least < 20 else 3]
+            return [env for task in chosen async for env in mutated(name, task)]
 
         runs = run(all_runs())
+        runs = runs[:: max(1, len(runs) // (2 * at_least))]
         assert len(runs) >= at_least
         for env in runs:
             ours = run(env.score()).reward
             assert ours == official.reward(env, "user_stop" if env.stopped else "too_many_errors"), env._task.id
             assert ours == 0.0, env._task.id
         return len(runs)
+
+    @pytest.mark.parametrize(
+        ("said", "by_user", "reward"),
+        [
+            ("It is 1,234 Dollars.", "Bye.", 1.0),
+            ("It is 1234 dollars.", "Bye.", 1.0),
+            ("It is 1234.", "Dollars 1234 DOLLARS?", 0.0),
+            ("It is some dollars.", "So 1234 dollars?", 0.0),
+        ],
+    )
+    def test_what_was_said_is_compared_as_τ2_does(self, official, said, by_user, reward):
+        """No case, no commas, and only the agent's words count; each case a changed task of mock."""
+
+        async def episode():
+            env, _, _ = await started("mock", by_user, STOP)
+            criteria = env._task.evaluation_criteria.model_copy(
+                update={"actions": [], "communicate_info": ["1234 dollars"], "reward_basis": [Reward.COMMUNICATE]}
+            )
+            env._task = env._task.model_copy(update={"evaluation_criteria": criteria})
+            await env.step(AssistantTurn(said))
+            await env.step(AssistantTurn("Bye."))
+            return env, (await env.score()).reward
+
+        env, ours = run(episode())
+        assert ours == official.reward(env) == reward
+
+    @pytest.mark.parametrize(
+        ("compare", "arguments", "reward"),
+        [
+            (None, {"task_id": "task_1", "status": "completed"}, 1.0),
+            (None, {"task_id": "task_1", "status": "pending"}, 0.0),
+            (["task_id"], {"task_id": "task_1", "status": "pending"}, 1.0),
+            ([], {"task_id": "no such task", "status": "pending"}, 1.0),
+        ],
+    )
+    def test_actions_are_compared_as_τ2_does(self, official, compare, arguments, reward):
+        async def episode():
+            env, _, _ = await started("mock", STOP, task_id="update_task_1")
+            criteria = env._task.evaluation_criteria
+            action = criteria.actions[0].model_copy(update={"compare_args": compare})
+            criteria = criteria.model_copy(update={"actions": [action], "reward_basis": [Reward.ACTION]})
+            env._task = env._task.model_copy(update={"evaluation_criteria": criteria})
+            await env.step(call("update_task_status", **arguments))
+            await env.step(AssistantTurn("Bye."))
+            return env, (await env.score()).reward
+
+        env, ours = run(episode())
+        assert ours == official.reward(env) == reward
 
     def test_only_a_dialogue_that_the_user_ended_is_graded(self, official):
         async def cut():
@@ -317,7 +366,7 @@ class TestIsolation:
         def refuel():
             world = domain.world()
             for bill in world.tools.db.bills:
-                bill.status = "Paid"
+                bill.status = type(bill.status).PAID
             customer = world.tools.db.customers[0]
             made = package.module("data_model.message").ToolCall(
                 id="a",
@@ -415,6 +464,32 @@ class TestEpisode:
         env, user = run(episode())
         assert user.seen[-1][0][-1] == {"role": "user", "content": "Shall I?"}
         assert "secret" not in json.dumps(user.seen[-1][0]) and "secret" not in str(env.trajectory)
+
+    def test_a_sampled_thinking_reaches_neither_the_user_nor_τ2(self):
+        """Token by token, as a run plays it: the policy thinks, drafts a call in its thinking, and speaks."""
+        from rti_jax import rollout
+        from rti_jax.environments import EnvironmentSource
+        from tests.fakes import FakeEngine, small_config, tiny_chat
+
+        episodes = []
+
+        class Watched(Tau2):
+            def __init__(self, config, max_turns):
+                super().__init__(config, max_turns, Script("Hello", "Yes.", STOP))
+                episodes.append(self)
+
+        said = iter(
+            ["<think>\nsecret plan\n<tool_call>\nsecret\n</tool_call></think>\n\nShall I?", "secret</think>Bye."]
+        )
+        chat = tiny_chat(thinking=True)
+        source = EnvironmentSource(Watched, Tau2Config(domain="mock"), 4)
+        config = small_config(sampling={"max_context": 40_000, "thinking": True})
+        player = rollout.Player(source, chat, FakeEngine(chat, lambda request: next(said)), config)
+        trajectory = run(player.play(tasks("mock")[0], rollout.Seat(0, 0, "g", 0)))
+        (env,) = episodes
+        assert trajectory.status == "failure" and len(trajectory.turns) == 2, trajectory.info
+        assert "secret" not in json.dumps(env._user.seen) and "secret" not in str(env.trajectory)
+        assert [m[-1]["content"] for m, _ in env._user.seen[1:]] == ["Shall I?", "Bye."]
 
     def test_text_beside_a_call_is_neither_shown_nor_graded(self):
         async def episode():
@@ -736,7 +811,7 @@ class TestJudge:
         await env.reset(next(t for t in tasks("mock") if t.data["id"] == "create_task_1"))
         criteria = env._task.evaluation_criteria.model_copy(
             update={
-                "reward_basis": [*env._task.evaluation_criteria.reward_basis, Nl.NL_ASSERTION],
+                "reward_basis": [*env._task.evaluation_criteria.reward_basis, Reward.NL_ASSERTION],
                 "nl_assertions": list(assertions),
             }
         )
