@@ -1,5 +1,6 @@
 """A domain of τ²-bench, loaded once a process: tasks, splits, schemas, policy, and templates of its databases."""
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -68,7 +69,8 @@ class Domain:
         if state is None:
             world.sync_tools()
         else:
-            world.set_state(state.initialization_data, state.initialization_actions, state.message_history or [])
+            actions = state.initialization_actions and [_private(a) for a in state.initialization_actions]
+            world.set_state(state.initialization_data, actions, state.message_history or [])
         return world
 
     def device_tools(self, task: Any) -> list[dict[str, Any]]:
@@ -102,7 +104,7 @@ def respond(world: Any, call: Any) -> Any:
 def replay(world: Any, action: Any) -> None:
     """A gold action as τ²'s evaluator plays it: without synchronising device and line. Raises what the tool raises."""
     with _reproducible_bills(world):
-        world.make_tool_call(tool_name=action.name, requestor=action.requestor, **action.arguments)
+        world.make_tool_call(tool_name=action.name, requestor=action.requestor, **copy.deepcopy(action.arguments))
 
 
 class _reproducible_bills:
@@ -121,6 +123,12 @@ class _reproducible_bills:
             bill.bill_id = new
             for customer in self._db.customers:
                 customer.bill_ids = [new if b == old else b for b in customer.bill_ids]
+
+
+def _private(action: Any) -> Any:
+    """An action whose arguments a tool may keep in its database: lists and dicts of a task are everybody's."""
+    holds = any(isinstance(v, list | dict) for v in action.arguments.values())
+    return action.model_copy(deep=True) if holds else action
 
 
 def _class_state(kit: type) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def gold_steps(domain: Domain, task_id: str) -> tuple[Step, ...]:
     world, steps = domain.start(task), []
     for i, action in enumerate((task.evaluation_criteria.actions if task.evaluation_criteria else None) or []):
         call = message.ToolCall(
-            id=f"gold_{i}", name=action.name, arguments=action.arguments, requestor=action.requestor
+            id=f"gold_{i}", name=action.name, arguments=copy.deepcopy(action.arguments), requestor=action.requestor
         )
         reply = respond(world, call)
         steps.append(Step(action, reply.content.removeprefix("Error: ") if reply.error else ""))

@@ -5,7 +5,7 @@ are done, one text says the required information. `GoldUser` needs no model: on 
 action it does it, and on any other text it ends the dialogue. So gold play and idle play need no endpoint.
 """
 
-import json
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +41,7 @@ def next_turn(domain: Domain, task_id: str, trajectory: Sequence[Any], turn: int
         return AssistantTurn(" ".join([DONE, *((criteria.communicate_info if criteria else None) or [])]))
     if left[0].requestor == "user":
         return AssistantTurn(ASK + call_text(left[0]))
-    return AssistantTurn("", (ToolCall(left[0].name, dict(left[0].arguments), f"gold_{turn}"),))
+    return AssistantTurn("", (ToolCall(left[0].name, copy.deepcopy(left[0].arguments), f"gold_{turn}"),))
 
 
 def strayed(domain: Domain, task_id: str, trajectory: Sequence[Any]) -> bool:
@@ -74,7 +74,5 @@ class GoldUser:
             return Reply(f"I did it: {spoken[-1]['content']}")
         for step in gold_steps(self._domain, self.task_id):
             if step.action.requestor == "user" and spoken[-1]["content"] == ASK + call_text(step.action):
-                return Reply(
-                    None, ((f"device_{len(spoken)}", step.action.name, json.loads(json.dumps(step.action.arguments))),)
-                )
+                return Reply(None, ((f"device_{len(spoken)}", step.action.name, copy.deepcopy(step.action.arguments)),))
         return Reply(self._stop)
