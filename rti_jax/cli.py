@@ -239,6 +239,30 @@ def export(
 
 
 @app.command()
+def validate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    limit: Annotated[int | None, typer.Option(help="Tasks of each kind of a split; default all.", min=1)] = None,
+    seconds: Annotated[float, typer.Option(help="Limit of one set-up, turn or score.", min=0.001)] = 60.0,
+) -> None:
+    """Check an environment: gold play scores 1, doing nothing 0, the evidence is true, no state is shared.
+
+    Needs neither a model nor an endpoint. Plays the tasks of env.split and eval.split, one by one and then many at
+    once; exit code 1 if anything is violated.
+
+    [bold]Examples[/bold]
+
+    rti validate configs/quickstart.yaml --limit 20
+
+    rti validate configs/tau2_telecom_qwen3_8b.yaml env.split=base
+    """
+    resolved = _load(config, overrides)
+    from rti_jax import validate as command
+
+    _exit(command.main(resolved, limit=limit, seconds=seconds))
+
+
+@app.command()
 def report(
     runs: Annotated[list[pathlib.Path], typer.Argument(help="run folders; several are compared", metavar="RUN...")],
     output: Annotated[pathlib.Path | None, typer.Option(help="HTML file; default RUN/report.html.")] = None,

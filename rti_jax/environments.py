@@ -34,6 +34,13 @@ class EnvironmentSource:
     def make(self) -> Environment:
         return self.cls(self.config, self.max_turns)
 
+    def check(self) -> None:
+        """Raises ConfigError for what episodes need and would not find, e.g. a user simulator's endpoint."""
+        try:
+            self.cls.check(self.config)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique."""
         try:

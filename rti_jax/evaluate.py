@@ -109,6 +109,7 @@ def main(
 
 async def _main(config: config_lib.Config, output: pathlib.Path | None, step: int | None, roles: bool) -> int:
     source = environment_source(config.env)
+    source.check()
     tasks = limited(source.tasks(config.eval.split), config.eval.limit)
     check_folder(config.model.path)
     chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking)

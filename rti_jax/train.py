@@ -106,6 +106,7 @@ class TaskSets(NamedTuple):
                 f"batch.buckets={config.batch.buckets}; add a bucket or lower it"
             )
         source = environment_source(config.env)
+        source.check()
         trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
         evaluate.check_disjoint(trained, held_out)
         roles.RolePrompts(config.rti.prompts)

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from rti_jax import environments, strict_yaml
-from rti_jax.config import Config, load_config
+from rti_jax import environments, evaluate, strict_yaml
+from rti_jax.config import Config, ConfigError, load_config
 from rti_jax.sft import SFTConfig
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -40,8 +40,11 @@ def test_full_size_navigation_is_the_papers(name):
     assert config.mesh.fsdp == 8 and max(config.batch.buckets) >= config.sampling.max_context
 
 
-def test_the_baseline_differs_in_the_intervention_alone():
-    rti, grpo = (strict_yaml.parse((CONFIGS / f"navigation_qwen3_8b{s}.yaml").read_text()) for s in ("", "_grpo"))
+@pytest.mark.parametrize(
+    "name", ["navigation_qwen3_8b", *(p.stem.removesuffix("_grpo") for p in sorted(CONFIGS.glob("tau2_*_grpo.yaml")))]
+)
+def test_the_baseline_differs_in_the_intervention_alone(name):
+    rti, grpo = (strict_yaml.parse((CONFIGS / f"{name}{s}.yaml").read_text()) for s in ("", "_grpo"))
     intervention = ("name", "rti", "gate", "reweight")
     assert {k: v for k, v in rti.items() if k not in intervention} == {
         k: v for k, v in grpo.items() if k not in intervention
@@ -49,9 +52,45 @@ def test_the_baseline_differs_in_the_intervention_alone():
     assert rti["rti"]["enabled"] and not grpo["rti"]["enabled"]
 
 
-def test_hyperparameters_have_their_source():
+TAU2 = [f"tau2_{domain}_{model}" for domain in ("airline", "retail", "telecom") for model in ("qwen3_8b", "qwen3_5_9b")]
+
+
+@pytest.mark.parametrize("name", [n + suffix for n in TAU2 for suffix in ("", "_grpo")])
+def test_full_size_tau2_is_the_papers(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    env = environments.env_config(config.env)
+    assert config.optimizer.lr == 1e-6 and config.optimizer.weight_decay == 0.1
+    assert config.sampling.temperature == 0.8 and config.rollout.group_size == 8 and config.env.max_turns == 30
+    assert (config.loss.clip_low, config.loss.clip_high, config.gate.delta) == (0.2, 0.2, 5.0)
+    assert env.domain in name and env.user.model.endswith("Qwen3.5-397B-A17B") and config.mesh.fsdp == 8
+    assert (
+        config.model.path.replace("-", "_")
+        .replace(".", "_")
+        .lower()
+        .endswith(name.split("_", 2)[2].removesuffix("_grpo"))
+    )
+    split = ("full-base", "base") if env.domain == "telecom" else ("train", "test")
+    assert (config.env.split, config.eval.split) == split
+    assert max(config.batch.buckets) >= config.sampling.max_context and config.rti.enabled != name.endswith("_grpo")
+
+
+@pytest.mark.parametrize("name", [n for n in TAU2 if "qwen3_8b" in n])
+def test_tau2_configs_share_no_task(name):
+    pytest.importorskip("tau2", reason="τ²-bench is not installed (extra tau2)")
+    config = load(CONFIGS / f"{name}.yaml")
+    source = environments.environment_source(config.env)
+    trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
+    evaluate.check_disjoint(trained, held_out)
+    if "telecom" in name:
+        assert (len(trained), len(held_out)) == (2171, 114)
+        with pytest.raises(ConfigError, match="114 tasks are both trained"):
+            evaluate.check_disjoint(source.tasks("full"), held_out)
+
+
+@pytest.mark.parametrize("name", ["navigation_qwen3_8b", *TAU2])
+def test_hyperparameters_have_their_source(name):
     sections, text = ("sampling", "rti", "gate", "reweight", "loss", "optimizer"), ""
-    for line in (CONFIGS / "navigation_qwen3_8b.yaml").read_text().splitlines():
+    for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():
         text = line.rstrip(":") if line[:1].isalpha() else text
         if text in sections and line.startswith("  ") and "enabled: true" not in line:
             assert "# paper" in line or "# ours" in line, line

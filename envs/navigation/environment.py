@@ -172,6 +172,21 @@ class Navigation(Environment):
         values = [*numbers, *(p.region for p in self._places), *(p.name for p in self._places)]
         return Evidence("\n".join(rows), tuple(dict.fromkeys(values)))
 
+    def check_evidence(self) -> list[str]:
+        """Looks every row up with the policy's own tools: its place, its coordinates, and whether it is unique."""
+        problems, rows = [], [r for r in self.evidence().text.splitlines() if " | " in r and r[0].isdigit()]
+        if len(rows) != len(self._places):
+            problems.append(f"it has {len(rows)} places, the task {len(self._places)}")
+        for row in rows:
+            name, region, where, kind = row.partition(". ")[2].split(" | ")
+            found = self._toolbox.run("search_places", {"keyword": name, "region": region}).text
+            alone = self._map.search(name, None, 2)
+            if where not in found.replace(", ", ","):
+                problems.append(f"a search finds no {name} at {where} in {region}")
+            if (len(alone) > 1) != (kind == "ambiguous"):
+                problems.append(f"a search finds {len(alone)} places named {name}, but it is said to be {kind}")
+        return problems
+
     def role_rules(self) -> str:
         return RULES[self.config.tools]
 

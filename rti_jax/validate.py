@@ -1,0 +1,289 @@
+"""`rti validate CONFIG`: an environment checked, before a policy is trained on what may not be true.
+
+    rti validate configs/navigation_qwen3_8b.yaml --limit 20
+    rti validate configs/tau2_retail_qwen3_8b.yaml
+
+On every task of the config's splits: gold play (`Environment.expert`) scores 1; doing nothing (`Environment.idle`)
+scores 0, but for the tasks that the environment names as exceptions, which must be won; the evidence is there, hides
+itself, is the same whenever it is asked for, and nothing in it is untrue (`Environment.check_evidence`). Then all those
+episodes are played again, many at once and turn by turn in between each other: each must see, message by message, and
+score what it saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever the environment
+awaits something. Nothing else than the environment is needed: no model, and no endpoint (`Environment.rehearsal`).
+"""
+
+import asyncio
+import collections
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from envs.base import AssistantTurn, Environment, Evidence, Outcome, Task
+from rti_jax import config as config_lib
+from rti_jax.environments import EnvironmentSource, environment_source
+from rti_jax.evaluate import COLUMNS, limited
+from rti_jax.limits import EpisodeTimeout, run_bounded, within
+
+SECONDS = 60.0  # of one set-up, turn or score
+TOGETHER = 64  # episodes at once
+SHOWN = 20  # violations that are printed of each kind
+T = TypeVar("T")
+
+
+class Violation(Exception):
+    """What an episode did that no environment may do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """An episode: all that it showed, as text, and its outcome; None if it was not played to its end."""
+
+    seen: tuple[str, ...]
+    outcome: Outcome | None
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One violation: which check ("gold", "idle", "evidence", "isolation"), of which task, and what was seen."""
+
+    check: str
+    task: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was found on the tasks of a split."""
+
+    split: str
+    tasks: int
+    gold: int  # won by gold play
+    idle: tuple[str, ...]  # ids of tasks that doing nothing wins
+    together: int  # episodes that were played at once
+    findings: tuple[Finding, ...]
+
+
+def main(config: config_lib.Config, limit: int | None = None, seconds: float = SECONDS) -> int:
+    """Prints a table and the violations; returns 1 if there are any."""
+    source = environment_source(config.env)
+    splits = list(dict.fromkeys([config.env.split, config.eval.split]))
+    chosen = {split: limited(source.tasks(split), limit) for split in splits}
+    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("episodes", total=sum(4 * len(tasks) for tasks in chosen.values()))
+        advance = lambda: progress.advance(bar)  # noqa: E731
+        reports = [asyncio.run(check(source, s, tasks, seconds, advance)) for s, tasks in chosen.items()]
+    show(config.env.name, reports, Console(soft_wrap=True))
+    return int(any(r.findings for r in reports))
+
+
+async def check(
+    source: EnvironmentSource,
+    split: str,
+    tasks: Sequence[Task],
+    seconds: float = SECONDS,
+    advance: Callable[[], None] = lambda: None,
+) -> Report:
+    """All checks on the tasks of a split.
+
+    Args:
+      seconds: limit of one set-up, turn or score. advance: told of each episode; there are four for each task.
+    """
+    findings: list[Finding] = []
+    exceptions = source.cls.idle_exceptions(source.config, split)
+    jobs = [(task, choose) for task in tasks for choose in (_expert, _idle)]
+    alone = []
+    for task, choose in jobs:
+        alone.append(await play(source, task, choose, seconds))
+        findings += _judge(task, choose is _expert, alone[-1], task.id in exceptions)
+        if choose is _expert:
+            findings += [Finding("evidence", task.id, text) for text in await evidence_problems(source, task, seconds)]
+        advance()
+
+    async def again(task: Task, choose: Choose) -> Played:
+        played = await play(source, task, choose, seconds)
+        advance()
+        return played
+
+    together = await run_bounded([lambda t=t, c=c: again(t, c) for t, c in jobs], TOGETHER)
+    for (task, choose), first, second in zip(jobs, alone, together, strict=True):
+        if first != second:
+            what = "gold" if choose is _expert else "idle"
+            reproducible = await play(source, task, choose, seconds) == first
+            how = "among others differs" if reproducible else "differs, also when it is played alone again"
+            findings.append(Finding("isolation", task.id, f"{what} play {how}: {_difference(first, second)}"))
+    won = [_won(p) for p in alone]
+    return Report(
+        split=split,
+        tasks=len(tasks),
+        gold=sum(won[::2]),
+        idle=tuple(t.id for t, w in zip(tasks, won[1::2], strict=True) if w),
+        together=len(together),
+        findings=tuple(findings),
+    )
+
+
+Choose = Callable[[Environment], AssistantTurn | None]
+
+
+async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: float = SECONDS) -> Played:
+    """Plays the turns that `choose` gives; never raises. Other episodes get their chance between any two turns."""
+    seen: list[str] = []
+    environment = None
+    try:
+        environment = source.cls.rehearsal(source.config, source.max_turns)
+        start = await _limited(environment.reset(task), seconds, "reset")
+        seen.append(_text([*start.messages, *start.tools]))
+        for _ in range(source.max_turns):
+            turn = choose(environment)
+            if turn is None:
+                raise Violation(f"the expert gives up after {len(seen) - 1} turns")
+            result = await _limited(environment.step(turn), seconds, "step")
+            seen.append(_text(result.messages))
+            if result.done:
+                break
+            if not result.messages:
+                raise Violation("step answered with nothing and is not done")
+            await asyncio.sleep(0)
+        outcome = await _limited(environment.score(), seconds, "score")
+        seen.append(_text(dataclasses.asdict(outcome)))
+        return Played(tuple(seen), outcome)
+    except Exception as error:  # an environment may raise anything; here it is what was looked for
+        text = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+        return Played(tuple(seen), None, text)
+    finally:
+        if environment is not None:
+            await _close(environment, seconds)
+
+
+async def evidence_problems(source: EnvironmentSource, task: Task, seconds: float = SECONDS) -> list[str]:
+    """What is wrong with the evidence of a task."""
+    try:
+        environment, other = (source.cls.rehearsal(source.config, source.max_turns) for _ in range(2))
+        for each in (environment, other):
+            start = await _limited(each.reset(task), seconds, "reset")
+        evidence = environment.evidence()
+        if not isinstance(evidence, Evidence) or not evidence.text.strip():
+            return ["there is none"]
+        problems = list(environment.check_evidence())
+        shown = "\n".join(str(m.get("content")) for m in start.messages)
+        if evidence.text in shown:
+            problems.append("the first observation shows it")
+        if any(value and value in repr(evidence) for value in (evidence.text, *evidence.values) if len(value) > 12):
+            problems.append("its repr shows it")
+        if (turn := environment.expert()) is not None:
+            await _limited(environment.step(turn), seconds, "step")
+        if not (evidence == environment.evidence() == other.evidence()):
+            problems.append("it is not the same in another episode, or after a turn")
+        for each in (environment, other):
+            await _close(each, seconds)
+        return problems
+    except Exception as error:
+        return [f"{type(error).__name__} while it was checked"]  # the error's words may hold evidence
+
+
+def show(name: str, reports: Sequence[Report], console: Console) -> None:
+    """The table, the tasks that doing nothing wins, and the violations."""
+    table = Table(
+        "split", "tasks", "gold play 1", "idle play 1", "evidence", "played at once", "violations", title=name
+    )
+    for r in reports:
+        wrong = collections.Counter(f.check for f in r.findings)
+        evidence = f"{wrong['evidence']} wrong" if wrong["evidence"] else "true"
+        at_once = f"{r.together}, {wrong['isolation']} differ" if wrong["isolation"] else f"{r.together}, all as alone"
+        table.add_row(
+            r.split,
+            str(r.tasks),
+            f"{r.gold} of {r.tasks}",
+            f"{len(r.idle)} of {r.tasks}",
+            evidence,
+            at_once,
+            f"[red]{len(r.findings)}[/red]" if r.findings else "none",
+        )
+    console.print(table)
+    if len(reports) > 1:
+        tasks, gold, idle = (sum(x) for x in zip(*((r.tasks, r.gold, len(r.idle)) for r in reports), strict=True))
+        console.print(f"in all: {tasks} tasks, gold play wins {gold}, doing nothing wins {idle}")
+    for r in reports:
+        if r.idle:
+            console.print(escape(f"{r.split}: doing nothing wins {len(r.idle)} of {r.tasks} tasks: {' '.join(r.idle)}"))
+    for r in reports:
+        shown: collections.Counter[str] = collections.Counter()
+        for finding in r.findings:
+            shown[finding.check] += 1
+            if shown[finding.check] <= SHOWN:
+                console.print(escape(f"{r.split}: {finding.task}: {finding.check}: {finding.text}"))
+        for kind, count in shown.items():
+            if count > SHOWN:
+                console.print(f"{r.split}: {kind}: {count - SHOWN} more")
+
+
+def _expert(environment: Environment) -> AssistantTurn | None:
+    return environment.expert()
+
+
+def _idle(environment: Environment) -> AssistantTurn:
+    return environment.idle()
+
+
+def _judge(task: Task, is_gold: bool, played: Played, exception: bool) -> list[Finding]:
+    """Whether an episode that was played alone came out as it must."""
+    check, won = ("gold" if is_gold else "idle"), _won(played)
+    if played.outcome is None:
+        return [Finding(check, task.id, played.problem)]
+    if is_gold and not won:
+        return [Finding(check, task.id, f"gold play ends in {_words(played.outcome)}")]
+    if not is_gold and won and not exception:
+        return [
+            Finding(check, task.id, "doing nothing wins, and the environment does not name this task as an exception")
+        ]
+    if not is_gold and not won and exception:
+        return [Finding(check, task.id, f"named as won by doing nothing, but that ends in {_words(played.outcome)}")]
+    return []
+
+
+def _won(played: Played) -> bool:
+    return played.outcome is not None and played.outcome.status == "success" and played.outcome.reward == 1.0
+
+
+def _words(outcome: Outcome) -> str:
+    reason = outcome.info.get("reason")
+    return f"{outcome.status} with reward {outcome.reward}" + (f" ({reason})" if reason else "")
+
+
+def _difference(first: Played, second: Played) -> str:
+    """Where two plays of the same turns part."""
+    if first.problem != second.problem:
+        return f"{first.problem or 'no error'} first, {second.problem or 'no error'} then"
+    for i, (a, b) in enumerate(zip(first.seen, second.seen, strict=False)):
+        if a != b:
+            at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            return f"answer {i}: {_around(a, at)} first, {_around(b, at)} then"
+    return f"{len(first.seen)} answers first, {len(second.seen)} then"
+
+
+def _around(text: str, place: int) -> str:
+    return repr(text[max(0, place - 20) : place + 40])
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+async def _limited(awaitable: Awaitable[T], seconds: float, name: str) -> T:
+    try:
+        return await within(seconds, awaitable)
+    except EpisodeTimeout:
+        raise Violation(f"{name} took longer than {seconds:g} s") from None
+
+
+async def _close(environment: Environment, seconds: float) -> None:
+    try:
+        await within(seconds, environment.close())
+    except (Exception, EpisodeTimeout):
+        pass

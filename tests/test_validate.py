@@ -1,0 +1,224 @@
+"""`rti validate`: sound environments pass, and each kind of fault is found and named."""
+
+import asyncio
+import time
+from typing import ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from envs.base import AssistantTurn, Environment, Evidence, Observation, Outcome, StepResult, Task
+from rti_jax import cli, validate
+from rti_jax.config import EnvConfig
+from rti_jax.environments import EnvironmentSource, environment_source
+
+CONFIG = "env: {name: 'tests.test_validate:%s', max_turns: 3}\neval: {split: test}\n"
+
+
+class Sum(Environment):
+    """Add two numbers: the example of envs/base.py with an expert. Subclasses below have one fault each."""
+
+    @classmethod
+    def tasks(cls, config, split):
+        return [Task(f"{split}/{i}", data={"a": i, "b": 2 * i}) for i in range(1, 6)]
+
+    async def reset(self, task):
+        self.task, self.answer = task, None
+        return Observation([{"role": "user", "content": f"{task.data['a']} + {task.data['b']}?"}])
+
+    @property
+    def result(self):
+        return str(self.task.data["a"] + self.task.data["b"])
+
+    async def step(self, turn):
+        self.answer = turn.content.strip()
+        return StepResult([], done=True)
+
+    async def score(self):
+        good = self.answer == self.result
+        return Outcome("success" if good else "failure", float(good), {"reason": "" if good else "wrong sum"})
+
+    def evidence(self):
+        return Evidence(f"The sum is {self.result}.", (self.result,))
+
+    def check_evidence(self):
+        a, b = (self.task.data[k] for k in "ab")
+        return [] if str(a + b) in self.evidence().text else ["the sum is another"]
+
+    def expert(self):
+        return AssistantTurn(self.result)
+
+
+class WrongGold(Sum):
+    def expert(self):
+        return AssistantTurn(self.result if self.task.data["a"] < 3 else "0")
+
+
+class NoGold(Sum):
+    def expert(self):
+        return None
+
+
+class AlwaysRight(Sum):
+    async def score(self):
+        return Outcome("success", 1.0)
+
+
+class Refusal(AlwaysRight):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        return frozenset(t.id for t in cls.tasks(config, split))
+
+
+class FalseException(Sum):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        return frozenset(["train/2"])
+
+
+class FalseEvidence(Sum):
+    def evidence(self):
+        return Evidence("The sum is 1000.")
+
+
+class NoEvidence(Sum):
+    def evidence(self):
+        return Evidence(" ")
+
+
+class ShownEvidence(Sum):
+    async def reset(self, task):
+        start = await super().reset(task)
+        return Observation([{"role": "system", "content": self.evidence().text}, *start.messages])
+
+
+class Shared(Sum):
+    """Keeps the last answer on the class; correct while episodes are played one by one."""
+
+    last: ClassVar[dict] = {}
+
+    async def step(self, turn):
+        self.last["answer"] = turn.content.strip()
+        await asyncio.sleep(0)
+        self.answer = self.last["answer"]
+        return StepResult([], done=True)
+
+
+class Clock(Sum):
+    async def reset(self, task):
+        start = await super().reset(task)
+        return Observation([*start.messages, {"role": "user", "content": f"It is {time.perf_counter_ns()}."}])
+
+
+class Slow(Sum):
+    async def score(self):
+        await asyncio.sleep(60)
+
+
+class Broken(Sum):
+    async def reset(self, task):
+        raise OSError("no such machine")
+
+
+class Silent(Sum):
+    async def step(self, turn):
+        return StepResult([])
+
+
+def source(cls):
+    return EnvironmentSource(cls, cls.Config(), 3)
+
+
+def check(cls, seconds=10.0):
+    return asyncio.run(validate.check(source(cls), "train", cls.tasks(None, "train"), seconds))
+
+
+def found(report):
+    return {(f.check, f.task) for f in report.findings}
+
+
+def all_tasks(kind):
+    return {(kind, f"train/{i}") for i in range(1, 6)}
+
+
+class TestChecks:
+    def test_a_sound_environment_passes(self):
+        seen = []
+        tasks = Sum.tasks(None, "train")
+        report = asyncio.run(validate.check(source(Sum), "train", tasks, advance=lambda: seen.append(1)))
+        assert report == validate.Report("train", 5, 5, (), 10, ()) and len(seen) == 4 * len(tasks)
+
+    @pytest.mark.parametrize(
+        ("cls", "expected", "words"),
+        [
+            (WrongGold, {("gold", f"train/{i}") for i in (3, 4, 5)}, "failure with reward 0.0 (wrong sum)"),
+            (NoGold, all_tasks("gold"), "gives up after 0 turns"),
+            (AlwaysRight, all_tasks("idle"), "does not name this task"),
+            (FalseException, {("idle", "train/2")}, "named as won by doing nothing"),
+            (FalseEvidence, all_tasks("evidence"), "the sum is another"),
+            (NoEvidence, all_tasks("evidence"), "there is none"),
+            (ShownEvidence, all_tasks("evidence"), "the first observation shows it"),
+            (Clock, all_tasks("isolation"), "also when it is played alone again"),
+            (Slow, all_tasks("gold") | all_tasks("idle"), "score took longer than 0.05 s"),
+            (Broken, all_tasks("gold") | all_tasks("idle") | all_tasks("evidence"), "OSError"),
+            (Silent, all_tasks("gold") | all_tasks("idle"), "answered with nothing"),
+        ],
+    )
+    def test_each_fault_is_found(self, cls, expected, words):
+        report = check(cls, seconds=0.05 if cls is Slow else 10.0)
+        assert found(report) == expected
+        assert any(words in f.text for f in report.findings)
+
+    def test_shared_state_shows_when_episodes_are_played_at_once(self):
+        report = check(Shared)
+        assert {f.check for f in report.findings} == {"isolation"} and report.gold == 5
+        assert all("among others differs" in f.text for f in report.findings)
+
+    def test_named_exceptions_are_listed_and_no_violation(self):
+        report = check(Refusal)
+        assert report.findings == () and report.idle == tuple(f"train/{i}" for i in range(1, 6))
+
+    def test_navigation_passes_and_false_evidence_there_is_found(self):
+        config = EnvConfig(name="navigation", tools="short", places=[2, 3], train_tasks=12, test_tasks=12, candidates=2)
+        navigation = environment_source(config)
+        report = asyncio.run(validate.check(navigation, "train", navigation.tasks("train")))
+        assert report.findings == () and report.gold == report.tasks
+
+        class Lying(navigation.cls):
+            def evidence(self):
+                true = super().evidence()
+                return Evidence(true.text.replace("| unique", "| ambiguous").replace("39.", "38."), true.values)
+
+        lying = EnvironmentSource(Lying, navigation.config, navigation.max_turns)
+        report = asyncio.run(validate.check(lying, "train", navigation.tasks("train")))
+        assert {f.check for f in report.findings} == {"evidence"}
+
+
+class TestCommand:
+    def rti(self, tmp_path, cls, *arguments):
+        path = tmp_path / "a.yaml"
+        path.write_text(CONFIG % cls.__name__)
+        return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["validate", str(path), *arguments])
+
+    def test_a_table_and_exit_code_0(self, tmp_path):
+        done = self.rti(tmp_path, Sum)
+        assert done.exit_code == 0 and "in all: 10 tasks, gold play wins 10, doing nothing wins 0" in done.output
+        assert "10, all as alone" in done.output and "episodes" in done.stderr
+
+    def test_exit_code_1_and_a_line_for_each_violation(self, tmp_path):
+        done = self.rti(tmp_path, FalseException)
+        assert done.exit_code == 1
+        assert "train: train/2: idle: named as won by doing nothing, but that ends in failure" in done.stdout
+
+    def test_exceptions_are_listed(self, tmp_path):
+        done = self.rti(tmp_path, Refusal, "env.split=test")
+        assert done.exit_code == 0
+        assert "test: doing nothing wins 5 of 5 tasks: test/1 test/2 test/3 test/4 test/5" in done.stdout
+
+    def test_limit(self, tmp_path):
+        assert "in all: 4 tasks" in self.rti(tmp_path, Sum, "--limit", "2").output
+
+    def test_a_long_list_of_violations_is_cut(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(validate, "SHOWN", 2)
+        done = self.rti(tmp_path, AlwaysRight)
+        assert "train: idle: 3 more" in done.stdout and done.stdout.count("does not name this task") == 4
