@@ -21,14 +21,14 @@ from rti_jax.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COMMON = ["env.test_tasks=400", "eval.every=24"]
+COMMON = ["env.test_tasks=400", "eval.every=20"]
 ARMS: dict[str, list[str]] = {
     "rti": ["eval.roles=100"],
-    "grpo": ["rti.enabled=false", "steps=36"],
-    "always_invalid": ["rti.control=always_invalid"],
-    "never_invalid": ["rti.control=never_invalid"],
-    "always_accept": ["rti.control=always_accept"],
-    "swapped_evidence": ["rti.control=swapped_evidence"],
+    "grpo": ["rti.enabled=false", "steps=48"],
+    "always_invalid": ["rti.control=always_invalid", "steps=20"],
+    "never_invalid": ["rti.control=never_invalid", "steps=20"],
+    "always_accept": ["rti.control=always_accept", "steps=20"],
+    "swapped_evidence": ["rti.control=swapped_evidence", "steps=20"],
 }
 CONTROLS = tuple(ARMS)[2:]
 

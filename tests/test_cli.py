@@ -113,7 +113,7 @@ class TestBoundary:
         module.main = main
         monkeypatch.setitem(sys.modules, "rti_jax.train", module)
         monkeypatch.setattr(rti_jax, "train", module, raising=False)
-        return rti("train", config)
+        return rti("train", config, "model.path=models/navigation-mini")
 
     @pytest.mark.parametrize(
         ("error", "code", "text"),
