@@ -147,6 +147,10 @@ def evaluate(
     roles: Annotated[
         bool, typer.Option("--roles", help="Measure it as validator, corrector and verifier instead.")
     ] = False,
+    turns: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="With --roles: judge the turns of an earlier measurement (its .jsonl), to see drift alone."),
+    ] = None,
 ) -> None:
     """Measure Pass@k and Pass^k, k = 1..eval.trials, with intervals.
 
@@ -169,7 +173,7 @@ def evaluate(
     _launch(ctx)
     from rti_jax import evaluate as command
 
-    _exit(command.main(resolved, output=output, step=step, roles=roles))
+    _exit(command.main(resolved, output=output, step=step, roles=roles, turns=turns))
 
 
 @app.command()

@@ -97,20 +97,35 @@ async def evaluate(
 
 
 def main(
-    config: config_lib.Config, output: pathlib.Path | None = None, step: int | None = None, roles: bool = False
+    config: config_lib.Config,
+    output: pathlib.Path | None = None,
+    step: int | None = None,
+    roles: bool = False,
+    turns: pathlib.Path | None = None,
 ) -> int:
     """Evaluates `model.path`, or the checkpoint of `step` of the config's run; writes one JSON file.
 
     Args:
       roles: measure the policy as validator, corrector and verifier (rti_jax/role_eval.py) instead of its success.
+      turns: with roles, judge the turns of this earlier measurement.
     """
-    return asyncio.run(_main(config, output, step, roles))
+    if turns and not roles:
+        raise config_lib.ConfigError("--turns goes with --roles")
+    recorded = role_eval.read_turns(turns) if turns else []
+    return asyncio.run(_main(config, output, step, roles, recorded))
 
 
-async def _main(config: config_lib.Config, output: pathlib.Path | None, step: int | None, roles: bool) -> int:
+async def _main(
+    config: config_lib.Config,
+    output: pathlib.Path | None,
+    step: int | None,
+    roles: bool,
+    recorded: Sequence[role_eval.Recorded],
+) -> int:
     source = environment_source(config.env)
     source.check()
-    tasks = limited(source.tasks(config.eval.split), config.eval.limit)
+    tasks = source.tasks(config.eval.split)
+    tasks = tasks if recorded else limited(tasks, config.eval.limit)
     check_folder(config.model.path)
     chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking)
     policy = load_policy(config) if roles or step is not None else None
@@ -123,10 +138,11 @@ async def _main(config: config_lib.Config, output: pathlib.Path | None, step: in
             await weight_sync.sync(engine, policy.model, policy.params, version=max(1, step))
         player = rollout.Player(source, chat, engine, config)
         with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("episodes", total=len(tasks) * (1 if roles else config.eval.trials))
-            seen = lambda _: progress.advance(bar)  # noqa: E731
+            count = len(recorded) or len(tasks) * (1 if roles else config.eval.trials)
+            bar = progress.add_task("turns" if recorded else "episodes", total=count)
+            seen = lambda *_: progress.advance(bar)  # noqa: E731
             if roles:
-                result, lines = await _measure_roles(player, policy, tasks, config, seen)
+                result, lines = await _measure_roles(player, policy, tasks, config, recorded, seen)
             else:
                 result, groups = await evaluate(player, tasks, config, on_episode=seen)
     finally:
@@ -147,7 +163,7 @@ async def _main(config: config_lib.Config, output: pathlib.Path | None, step: in
     return 0
 
 
-async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence[Task], config, on_episode):
+async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence[Task], config, recorded, on_episode):
     """(summary, judged turns); see role_eval."""
     scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
 
@@ -155,4 +171,4 @@ async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence
         return await asyncio.to_thread(scorer.score, policy.params, rows)
 
     team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
-    return await role_eval.measure(player, team, score, tasks, on_episode=on_episode)
+    return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)

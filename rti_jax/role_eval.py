@@ -14,9 +14,12 @@ state that is judged can still be won.
 
 import collections
 import dataclasses
+import json
+import pathlib
 import random
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.table import Table
@@ -70,6 +73,30 @@ class JudgedTurn:
     malformed: bool = False  # the correction could not be played, or was the same turn
     perplexity: float | None = None  # of the correction under the rollout prompt
     rewrites: tuple[Judged, ...] = ()
+    history: tuple[tuple[int, ...], ...] = ()  # ids of the turns that were played before it
+    ids: tuple[int, ...] = ()  # of the turn itself
+
+
+class Recorded(Protocol):
+    """A turn of an earlier measurement, as `read_turns` or `measure` gives it."""
+
+    task_id: str
+    history: tuple[tuple[int, ...], ...]
+    ids: tuple[int, ...]
+
+
+def read_turns(path: pathlib.Path) -> list[Recorded]:
+    """The turns of a measurement's JSONL file. Raises ConfigError for another file."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [
+            types.SimpleNamespace(
+                task_id=line["task_id"], history=tuple(map(tuple, line["history"])), ids=tuple(line["ids"])
+            )
+            for line in lines
+        ]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"--turns {path}: not the .jsonl that `rti eval --roles` writes beside its JSON") from error
 
 
 async def measure(
@@ -79,6 +106,7 @@ async def measure(
     tasks: Sequence[Task],
     *,
     step: int = 0,
+    recorded: Sequence[Recorded] = (),
     on_episode: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], list[JudgedTurn]]:
     """Plays each task once and asks the roles; returns (what `summarize` returns, every judged turn).
@@ -86,11 +114,43 @@ async def measure(
     Args:
       score: the learner's scorer, for perplexities.
       step: names the random stream.
+      recorded: judge these turns of an earlier measurement instead of playing: what has changed then are the roles,
+        not what they see.
 
     Raises:
       ConfigError: the environment cannot tell whether an episode can still be won.
     """
     rows: list[tuple[JudgedTurn, tuple[int, ...], tuple[int, ...]]] = []
+    by_id = {t.id: t for t in tasks}
+    if unknown := [r.task_id for r in recorded if r.task_id not in by_id]:
+        raise ConfigError(
+            f"--turns: task {unknown[0]} is none of the tasks here; give the env keys of that measurement"
+        )
+
+    async def replay(index: int, turn: Recorded) -> list:
+        examined = await _examine(turn, by_id[turn.task_id], Seat(player.config.seed, step, f"{STREAM}/{index}", 0))
+        if on_episode:
+            on_episode()
+        return examined
+
+    async def _examine(turn: Recorded, task: Task, seat: Seat) -> list:
+        environment, chat = player.source.make(), player.chat
+        start = await environment.reset(task)
+        prompt, tools = chat.start(start.messages, start.tools), tuple(start.tools)
+        messages, written = list(start.messages), list(start.messages)
+        for ids in turn.history:
+            parsed = chat.parse(prompt, ids, tools)
+            result = await environment.step(parsed.turn)
+            written.append(parsed.as_written())
+            prompt = chat.extend(prompt, ids, result.messages, tools, written)
+            messages += [parsed.as_message(), *result.messages]
+            written += result.messages
+        view = TurnView(f"{seat.id}/{len(turn.history)}", len(turn.history), prompt, tuple(messages), tools)
+        played = Turn(view.turn_id, prompt, turn.ids, (0.0,) * len(turn.ids), "stop", 0)
+        examiner = Examiner(environment, task, seat, roles, turn.history)
+        await examiner(view, played, chat.parse(prompt, turn.ids, tools))
+        await environment.close()
+        return examiner.rows
 
     async def play(index: int, task: Task) -> list:
         seat = Seat(player.config.seed, step, f"{STREAM}/{step}/{index}", 0)
@@ -105,7 +165,7 @@ async def measure(
             on_episode(trajectory)
         return examiners[-1].rows if examiners else []
 
-    jobs = [lambda i=i, t=t: play(i, t) for i, t in enumerate(tasks)]
+    jobs = [lambda i=i, t=t: (replay if recorded else play)(i, t) for i, t in enumerate(recorded or tasks)]
     for episode in await run_bounded(jobs, player.config.rollout.concurrency):
         rows += episode
     scored = [i for i, (_, _, ids) in enumerate(rows) if ids]
@@ -119,7 +179,15 @@ async def measure(
 class Examiner:
     """Asks the roles about each turn of one episode; plays the policy's turn if it is valid, else the expert's."""
 
-    def __init__(self, environment: Environment, task: Task, seat: Seat, roles: Roles):
+    def __init__(
+        self,
+        environment: Environment,
+        task: Task,
+        seat: Seat,
+        roles: Roles,
+        history: tuple[tuple[int, ...], ...] = (),
+    ):
+        self._history = history
         self.rows: list[tuple[JudgedTurn, tuple[int, ...], tuple[int, ...]]] = []  # with the row to be scored
         self._env, self._task, self._seat, self._roles = environment, task, seat, roles
 
@@ -143,6 +211,8 @@ class Examiner:
             verdict.flagged,
             verdict.readable,
             verdict.text,
+            history=self._history,
+            ids=turn.response_ids,
         )
         scored: tuple[int, ...] = ()
         if not valid:
@@ -150,6 +220,7 @@ class Examiner:
             row = dataclasses.replace(row, rewrites=await self._faults(view, parsed, gold, evidence, rules))
             turn, parsed = expert_turn(gold, view, turn, roles.chat)
         self.rows.append((row, view.prompt_ids, scored))
+        self._history = (*self._history, turn.response_ids)
         return turn, parsed
 
     async def _correct(self, row: JudgedTurn, view, parsed, reason: str, evidence, rules):

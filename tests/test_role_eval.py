@@ -1,6 +1,7 @@
 """The measurement of the roles: truth from the expert, rates by hand, and the command end to end."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from rti_jax.environments import EnvironmentSource
 from rti_jax.role_eval import EXPERT, OWN, Judged, JudgedTurn, summarize
 from rti_jax.roles import Roles
 from rti_jax.rollout import Player
+from rti_jax.runs import write_lines
 from rti_jax.statistics import ratio_interval
 from tests.fakes import FakeEngine, Lookup, call, lookup_source, lookup_task, small_config, tiny_chat
 
@@ -51,7 +53,7 @@ class Known(Lookup):
         return "tells" if "key" in turn.content else None
 
 
-def measured(script, tasks=2, cls=Known, **sections):
+def measured(script, tasks=2, cls=Known, recorded=(), **sections):
     chat, config = tiny_chat(), small_config(**sections)
     engine = FakeEngine(chat, lambda r: script[r.role](chat.decode(r.prompt_ids)))
     player = Player(EnvironmentSource(cls, Lookup.Config(), 4), chat, engine, config)
@@ -61,7 +63,7 @@ def measured(script, tasks=2, cls=Known, **sections):
         return [np.full(len(ids), -0.5, np.float32) for _, ids in rows]
 
     listed = [lookup_task(f"t{i}") for i in range(tasks)]
-    return *asyncio.run(role_eval.measure(player, roles, score, listed)), engine
+    return *asyncio.run(role_eval.measure(player, roles, score, listed, recorded=recorded)), engine
 
 
 SCRIPT = {
@@ -102,6 +104,21 @@ def test_a_revealing_or_losing_correction_is_no_success():
         assert summary["corrector"]["success"]["mean"] == 0.0
         assert summary["corrector"]["reveals"]["mean"] == reveals
         assert summary["corrector"]["perplexity"]["n"] == 0
+
+
+def test_recorded_turns_are_judged_again_in_their_states(tmp_path):
+    summary, turns, _ = measured(SCRIPT)
+    path = tmp_path / "roles.jsonl"
+    write_lines(path, map(dataclasses.asdict, turns))
+    recorded = role_eval.read_turns(path)
+    again, same, engine = measured(SCRIPT, recorded=recorded)
+    assert again == summary and not engine.prompts("policy")
+    assert [(t.text, t.valid, t.history) for t in same] == [(t.text, t.valid, t.history) for t in turns]
+    drifted, _, _ = measured(SCRIPT | {"validator": lambda text: '{"verdict": "valid"}'}, recorded=recorded)
+    assert drifted["validator"]["recall"]["mean"] == 0.0 and drifted["turns"] == summary["turns"]
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="--turns"):
+        role_eval.read_turns(path)
 
 
 def test_a_verifier_that_rejects_all():
