@@ -124,6 +124,8 @@ async def _main(
 ) -> int:
     source = environment_source(config.env)
     source.check()
+    if roles:
+        role_eval.check(source.cls)
     tasks = source.tasks(config.eval.split)
     tasks = tasks if recorded else limited(tasks, config.eval.limit)
     check_folder(config.model.path)

@@ -77,6 +77,15 @@ class JudgedTurn:
     ids: tuple[int, ...] = ()  # of the turn itself
 
 
+def check(environment: type[Environment]) -> None:
+    """Raises ConfigError for an environment that cannot tell whether an episode can still be won."""
+    if environment.valid is Environment.valid or environment.expert is Environment.expert:
+        raise ConfigError(
+            f"the roles cannot be measured on {environment.__name__}: it has no scripted expert, so nothing tells which "
+            "turns are right; give it expert() and valid() (envs/base.py)"
+        )
+
+
 class Recorded(Protocol):
     """A turn of an earlier measurement, as `read_turns` or `measure` gives it."""
 
@@ -120,6 +129,7 @@ async def measure(
     Raises:
       ConfigError: the environment cannot tell whether an episode can still be won.
     """
+    check(player.source.cls)
     rows: list[tuple[JudgedTurn, tuple[int, ...], tuple[int, ...]]] = []
     by_id = {t.id: t for t in tasks}
     if unknown := [r.task_id for r in recorded if r.task_id not in by_id]:
@@ -194,11 +204,6 @@ class Examiner:
     async def __call__(self, view: TurnView, turn: Turn, parsed: ParsedTurn) -> tuple[Turn, ParsedTurn]:
         env, roles = self._env, self._roles
         gold, valid = env.expert(), env.valid(parsed.turn)
-        if gold is None or valid is None:
-            raise ConfigError(
-                f"--roles: {type(env).__name__} has no scripted expert, so nothing tells which turns are right; "
-                "give it expert() and valid() (envs/base.py)"
-            )
         evidence, rules = env.evidence(), env.role_rules()
         seed = self._seat.seed_of(view.index, "validator")
         verdict = await roles.validate(view, evidence, rules, parsed.text, seed)

@@ -111,6 +111,8 @@ class TaskSets(NamedTuple):
         evaluate.check_disjoint(trained, held_out)
         roles.RolePrompts(config.rti.prompts)
         replay.check(config)
+        if config.eval.roles:
+            role_eval.check(source.cls)
         sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
 

@@ -135,7 +135,7 @@ def test_turns_that_were_not_flagged_have_no_correction():
 
 
 def test_an_environment_without_an_expert_is_one_line():
-    with pytest.raises(ConfigError, match="Lookup has no scripted expert"):
+    with pytest.raises(ConfigError, match="on Lookup: it has no scripted expert"):
         measured(SCRIPT, cls=lookup_source().cls)
 
 
