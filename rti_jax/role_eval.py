@@ -81,8 +81,8 @@ def check(environment: type[Environment]) -> None:
     """Raises ConfigError for an environment that cannot tell whether an episode can still be won."""
     if environment.valid is Environment.valid or environment.expert is Environment.expert:
         raise ConfigError(
-            f"the roles cannot be measured on {environment.__name__}: it has no scripted expert, so nothing tells which "
-            "turns are right; give it expert() and valid() (envs/base.py)"
+            f"the roles cannot be measured on {environment.__name__}: it has no scripted expert, so nothing tells "
+            "which turns are right; give it expert() and valid() (envs/base.py)"
         )
 
 
