@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from models.safetensors_file import DTYPES, TAGS
 from rti_jax import weight_sync
 from rti_jax.config import Config
 
@@ -60,7 +61,7 @@ def _cache_bytes(text: Mapping[str, Any], tokens: int, dtype: str) -> int:
     """Key/value cache for twice the tokens that can be in flight: the second half keeps prefixes."""
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    per_token = 2 * text["num_hidden_layers"] * heads * width * weight_sync.DTYPES[dtype][1].itemsize
+    per_token = 2 * text["num_hidden_layers"] * heads * width * DTYPES[TAGS[dtype]].itemsize
     least, most = CPU_CACHE_BYTES
     return max(least, min(most, 2 * tokens * per_token))
 

@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import make_qwen3
+from tiny_models import make_model, make_qwen3
 
 from models import checkpoint_folder, hf, names
 
@@ -49,6 +50,15 @@ def rewrite(folder, target, change):
     return target
 
 
+FAMILIES = ["qwen3", "qwen2", "llama"]
+
+
+def stored(folder):
+    """dtype, shape and bytes of every tensor of a folder."""
+    with checkpoint_folder.Reader(folder) as reader:
+        return {n: (e, bytes(reader.data(n))) for n, e in reader.entries.items()}
+
+
 class TestRoundTrip:
     def test_tensors_come_back_as_they_were(self, folder):
         model, params = hf.load(folder)
@@ -56,6 +66,37 @@ class TestRoundTrip:
         assert ours.keys() == theirs.keys()
         for name in theirs:
             assert ours[name].dtype == np.float32 and np.array_equal(ours[name], theirs[name]), name
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("model_type", FAMILIES)
+    def test_a_folder_comes_back_bit_for_bit(self, tmp_path, model_type, dtype):
+        source = make_model(tmp_path / "source", model_type, tied=dtype == "float32", dtype=dtype)
+        model, params = hf.load(source)
+        out = hf.save(model, params, tmp_path / "out")
+        assert stored(out) == stored(source)
+        for file in source.iterdir():
+            if file.suffix == ".json":
+                assert json.loads((out / file.name).read_text()) == json.loads(file.read_text()), file.name
+
+    def test_each_tensor_keeps_its_own_dtype(self, folders, tmp_path):
+        def mix(tensors):
+            tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].astype("f2")
+            norm = tensors["model.norm.weight"]
+            tensors["model.norm.weight"] = norm.astype(jnp.bfloat16)
+
+        source = rewrite(folders / "tied", tmp_path / "source", mix)
+        model, params = hf.load(source)
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(source)
+
+    def test_a_stored_copy_of_a_tied_head_is_kept_up(self, folders, tmp_path):
+        def duplicate(tensors):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+        model, params = hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
+        assert "lm_head" not in params
+        out = tensors_of(hf.save(model, jax.tree.map(lambda x: x + 1, params), tmp_path / "out"))
+        assert np.array_equal(out["lm_head.weight"], out["model.embed_tokens.weight"])
+        assert out["lm_head.weight"][0, 0] == params["embed_tokens"]["embedding"][0, 0] + 1
 
     def test_a_tied_model_has_no_head(self, folders):
         model, params = hf.load(folders / "tied")
@@ -140,7 +181,7 @@ class TestSaveSafely:
         def fail(*args, **kwargs):
             raise OSError("disk full")
 
-        monkeypatch.setattr(checkpoint_folder, "save_file", fail)
+        monkeypatch.setattr(checkpoint_folder.Writer, "write", fail)
         with pytest.raises(OSError, match="disk full"):
             hf.save(model, params, out)
         assert {f.name: f.read_bytes() for f in out.iterdir()} == before and list(tmp_path.iterdir()) == [out]
@@ -174,12 +215,32 @@ class TestLoadErrors:
         ):
             assert part in str(error.value)
 
-    def test_a_stored_copy_of_a_tied_head_is_no_error(self, folders, tmp_path):
+    def test_a_tied_head_with_other_values_is_an_error(self, folders, tmp_path):
         def duplicate(tensors):
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
-        model, params = hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
-        assert "lm_head" not in params
+        with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight, although"):
+            hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
+
+    def test_buffers_of_old_folders_pass_through(self, folders, tmp_path):
+        name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        source = rewrite(folders / "tied", tmp_path / "old", lambda t: t.update({name: np.arange(4, dtype="f4")}))
+        model, params = hf.load(source)
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(source)
+
+    def test_weights_that_are_no_floats_are_named(self, folders, tmp_path):
+        def quantize(tensors):
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+
+        with pytest.raises(ValueError, match="model.norm.weight is stored as I8, which is none of F32, BF16, F16"):
+            hf.load(rewrite(folders / "tied", tmp_path / "bad", quantize))
+
+    def test_quantized_folders_are_refused(self, folders, tmp_path):
+        source = rewrite(folders / "tied", tmp_path / "bad", lambda t: None)
+        raw = json.loads((source / "config.json").read_text()) | {"quantization_config": {"bits": 4}}
+        (source / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ValueError, match="quantization_config"):
+            hf.load(source)
 
     def test_missing_things_are_named(self, folders, tmp_path):
         with pytest.raises(ValueError, match="nowhere does not exist"):
@@ -213,6 +274,27 @@ class TestLoadErrors:
         )
         with pytest.raises(ValueError, match="rope type 'longrope' is not supported"):
             hf.load(tmp_path)
+
+
+class TestMemory:
+    def test_one_layer_at_a_time(self, tmp_path):
+        """What the host holds beside the parameters themselves, which on CPU are its own."""
+        sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=16, vocab_size=64)
+        source = make_qwen3(tmp_path / "source", tied=True, tokenizer=False, eos_token_id=1, pad_token_id=0, **sizes)
+        total = (source / "model.safetensors").stat().st_size
+        largest = 4 * 256 * 512
+        assert total > 50 * largest
+        model, params = hf.load(source)  # compiles, and leaves what stays
+
+        def peak(run):
+            tracemalloc.start()
+            run()
+            highest = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return highest
+
+        assert peak(lambda: hf.load(source)) < 5 * largest
+        assert peak(lambda: hf.save(model, params, tmp_path / "out")) < 5 * largest
 
 
 class TestInit:

@@ -1,4 +1,4 @@
-"""Qwen3 against transformers: logits, gradients, padding, packing, and every field of its config."""
+"""Dense families against transformers: logits, gradients, padding, packing, and every field of their configs."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_qwen3
+from tiny_models import make_model, new_model
 from transformers import AutoModelForCausalLM
 
-from models import hf, qwen3
-from models.layers import Rope
+from models import dense, hf
+from models.rope import Rope
 from rti_jax.logprobs import token_logprobs
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -38,19 +38,38 @@ class Pair:
             return self.torch(torch.tensor(np.asarray(tokens)).long()).logits.numpy()
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return Pair(make_qwen3(tmp_path_factory.mktemp("tied"), tied=True, tokenizer=False))
+# One model each; together: all families, both kinds of head, one to four queries a key, biases, an odd vocabulary.
+MODELS = {
+    "qwen3-tied": ("qwen3", dict(tied=True)),
+    "qwen3-untied": ("qwen3", dict(tied=False, attention_bias=True, num_key_value_heads=4)),
+    "qwen2-tied": ("qwen2", dict(tied=True, num_key_value_heads=1)),
+    "qwen2-untied": ("qwen2", dict(tied=False, vocab_size=277)),
+    "llama-tied": ("llama", dict(tied=True, num_key_value_heads=1, vocab_size=277)),
+    "llama-untied": ("llama", dict(tied=False, attention_bias=True, mlp_bias=True)),
+}
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return Pair(make_qwen3(tmp_path_factory.mktemp("untied"), tied=False, tokenizer=False, attention_bias=True))
+def pairs(tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(name):
+        if name not in made:
+            model_type, options = MODELS[name]
+            made[name] = Pair(make_model(root / name, model_type, tokenizer=False, **options))
+        return made[name]
+
+    return get
 
 
-@pytest.fixture(params=["tied", "untied"])
-def pair(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture
+def tied(pairs):
+    return pairs("qwen3-tied")
+
+
+@pytest.fixture(params=MODELS)
+def pair(request, pairs):
+    return pairs(request.param)
 
 
 def assert_close(ours, reference):
@@ -71,7 +90,9 @@ class TestParity:
         ours = tied.ours(np.tile(tokens, (2, 1)), np.tile(positions, (2, 1)), np.tile(segment_ids, (2, 1)))
         assert_close(ours[:1, part], tied.reference(TOKENS[:1, :real]))
 
-    def test_packed_rows_equal_separate_ones(self, tied):
+    @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-tied", "llama-tied"])
+    def test_packed_rows_equal_separate_ones(self, pairs, name):
+        tied = pairs(name)
         lengths = (20, 3, 40)
         tokens, positions, segment_ids = (np.zeros((2, 75), np.int32) for _ in range(3))
         start = 0
@@ -135,18 +156,21 @@ CHANGED = {
     "num_key_value_heads": (4, "shapes"),
     "head_dim": (16, "shapes"),
     "attention_bias": (True, "shapes"),
+    "mlp_bias": (True, "shapes"),
     "tie_word_embeddings": (False, "shapes"),
+    "model_type": ("qwen2", "shapes"),
     "rope": (Rope(5e5), "values"),
     "hidden_act": ("gelu", "values"),
     "rms_norm_eps": (1e-2, "values"),
     "initializer_range": (0.5, "init"),
     "max_position_embeddings": (512, "rope"),
 }
+SHAPES = [f for f, (_, effect) in CHANGED.items() if effect == "shapes"]
 
 
 class TestConfig:
     def test_every_field_is_covered(self):
-        assert set(CHANGED) == {f.name for f in dataclasses.fields(qwen3.Config)}
+        assert set(CHANGED) == {f.name for f in dataclasses.fields(dense.Config)}
 
     @pytest.mark.parametrize("field", [f for f, (_, effect) in CHANGED.items() if effect == "values"])
     def test_a_changed_value_changes_the_logits(self, tied, field):
@@ -157,25 +181,21 @@ class TestConfig:
         logits = jax.jit(lambda p: model.hidden(p, TOKENS, positions, ones) @ model.head(p))(tied.params)
         assert np.abs(logits - tied.ours(TOKENS)).max() > 1e-2
 
-    @pytest.mark.parametrize("field", [f for f, (_, effect) in CHANGED.items() if effect == "shapes"])
-    def test_a_changed_size_is_the_one_of_transformers(self, tied, field):
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        config = dataclasses.replace(tied.model.config, **{field: CHANGED[field][0]})
+    @pytest.mark.parametrize("field", SHAPES)
+    @pytest.mark.parametrize("name", ["qwen3-tied", "llama-tied"])
+    def test_a_changed_size_is_the_one_of_transformers(self, pairs, name, field):
+        base = pairs(name)
+        if field == "mlp_bias" and name != "llama-tied":
+            pytest.skip("a setting of llama only")
+        config = dataclasses.replace(base.model.config, **{field: CHANGED[field][0]})
         with torch.device("meta"):
-            reference = Qwen3ForCausalLM(Qwen3Config(**config.to_hf()))
+            reference = new_model(config.model_type, {k: v for k, v in config.to_hf().items() if k != "model_type"})
         expected = {n: tuple(p.shape) for n, p in reference.named_parameters()}
-        assert expected != {n: tuple(p.shape) for n, p in tied.torch.named_parameters()}
-        names = {n: t.hf_shape for t in qwen3.tensors(config) for n in t.hf_names()}
-        assert names == expected
-        model = dataclasses.replace(tied.model, config=config)
+        assert expected != {n: tuple(p.shape) for n, p in base.torch.named_parameters()}
+        assert {n: t.hf_shape for t in dense.tensors(config) for n in t.hf_names()} == expected
         shapes = jax.eval_shape(lambda: hf.init(config, jax.random.key(0))[1])
-        assert jax.tree.leaves(shapes) and {t.path for t in model.tensors} == {
-            tuple(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes)
-        }
-        for path, leaf in jax.tree.leaves_with_path(shapes):
-            table = next(t for t in model.tensors if t.path == tuple(k.key for k in path))
-            assert leaf.shape == table.full_shape
+        found = {tuple(k.key for k in path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
+        assert found == {t.path: t.full_shape for t in dense.tensors(config)}
 
     def test_initializer_range(self, tied):
         config = dataclasses.replace(tied.model.config, initializer_range=0.5)
@@ -193,14 +213,15 @@ class TestConfig:
         config = dataclasses.replace(
             tied.model.config, rope=Rope(1e6, "yarn", 1.0, (("factor", 4.0), ("original_max_position_embeddings", 64)))
         )
-        assert qwen3.Config.from_hf(config.to_hf()) == config
+        assert dense.Config.from_hf(config.to_hf()) == config
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"use_sliding_window": True, "sliding_window": 16}, "sliding-window attention"),
-            ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
-            ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+            ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding-window attention"),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window .* for sliding_attention"),
+            ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+            ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is no setting of qwen3"),
             ({"hidden_act": "mish"}, "hidden_act='mish'"),
             ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
             ({"hidden_size": None}, "config.json has no hidden_size"),
@@ -208,17 +229,34 @@ class TestConfig:
     )
     def test_refusals_name_the_setting(self, tied, change, message):
         with pytest.raises(ValueError, match=message):
-            qwen3.Config.from_hf(tied.model.config.to_hf() | change)
+            dense.Config.from_hf(tied.model.config.to_hf() | change)
+
+    def test_a_window_that_no_layer_uses_is_no_window(self, tied):
+        raw = tied.model.config.to_hf() | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+        assert dense.Config.from_hf(raw) == tied.model.config
+        assert dense.Config.from_hf(raw | {"use_sliding_window": False, "max_window_layers": 0}) == tied.model.config
+
+    def test_settings_of_another_family_are_refused(self, tied):
+        with pytest.raises(ValueError, match="mlp_bias=true is no setting of qwen3"):
+            dataclasses.replace(tied.model.config, mlp_bias=True)
+
+    @pytest.mark.parametrize("model_type", dense.FAMILIES)
+    def test_absent_keys_are_those_of_transformers(self, model_type):
+        from transformers import AutoConfig
+
+        sizes = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32)
+        theirs = AutoConfig.for_model(model_type, **sizes).to_dict()
+        assert dense.Config.from_hf({"model_type": model_type, **sizes}) == dense.Config.from_hf(theirs)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "rope",
         [
-            {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-            {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "dynamic", "factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
             {
                 "rope_type": "llama3",
-                "rope_theta": 1e4,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
@@ -227,12 +265,20 @@ class TestConfig:
         ],
         ids=lambda r: r["rope_type"],
     )
-    def test_rope_types(self, tmp_path, rope):
-        pair = Pair(make_qwen3(tmp_path, tokenizer=False, rope_parameters=rope))
-        assert_close(pair.ours(TOKENS), pair.reference(TOKENS))
+    @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+    def test_rope_types(self, tmp_path, model_type, rope):
+        options = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": 64, "tokenizer": False}
+        pair = Pair(make_model(tmp_path, model_type, **options))
+        ours = pair.ours(TOKENS)
+        assert_close(ours, pair.reference(TOKENS))
+        plain = dataclasses.replace(pair.model, config=dataclasses.replace(pair.model.config, rope=Rope(1e4)))
+        positions = np.broadcast_to(np.arange(75, dtype=np.int32), TOKENS.shape)
+        without = plain.hidden(pair.params, TOKENS, positions, np.ones_like(TOKENS)) @ plain.head(pair.params)
+        assert np.abs(without - ours).max() > 0.1
 
     def test_the_8b_model(self):
         raw = {
+            "model_type": "qwen3",
             "vocab_size": 151936,
             "hidden_size": 4096,
             "intermediate_size": 12288,
@@ -247,7 +293,8 @@ class TestConfig:
             "sliding_window": None,
             "max_window_layers": 36,
         }
-        config = qwen3.Config.from_hf(raw)
-        count = sum(int(np.prod(t.full_shape)) for t in qwen3.tensors(config))
-        assert count == 8_190_735_360
+        config = dense.Config.from_hf(raw)
+        shapes = jax.eval_shape(lambda: hf.init(config, jax.random.key(0))[1])
+        assert sum(x.size for x in jax.tree.leaves(shapes)) == 8_190_735_360
+        assert sum(int(np.prod(t.full_shape)) for t in dense.tensors(config)) == 8_190_735_360
         assert config.rope == Rope(1e6)
