@@ -94,6 +94,14 @@ class LayerTable:
         """A norm's scale."""
         return self._tensor(module, "scale", "weight", (size,), (None,))
 
+    def conv(self, module: str, taps: int, channels: int) -> Tensor:
+        """A depthwise convolution's kernel [taps, 1, channels]."""
+        return self._tensor(module, "kernel", "weight", (taps, 1, channels), (None, None, "heads"), transpose=True)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A parameter that is no module's weight."""
+        return Tensor((*self.path, *name.split(".")), f"{self.name}.{name}", (size,), (None,), layers=self.layers)
+
     def _tensor(self, module, leaf, hf_leaf, shape, axes, transpose=False) -> Tensor:
         path = (*self.path, *module.split("."), leaf)
         return Tensor(path, f"{self.name}.{module}.{hf_leaf}", shape, axes, transpose, self.layers)

@@ -7,36 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from parity import TOKENS, Pair, check_gradients, check_modules, check_packing, check_padding
 from tiny_models import make_model, new_model
-from transformers import AutoModelForCausalLM
 
 from models import dense, hf
 from models.rope import Rope
-from rti_jax.logprobs import token_logprobs
-
-TOLERANCE = 1e-5  # of the largest logit
-TOKENS = np.random.default_rng(0).integers(0, 256, (2, 75)).astype(np.int32)  # 256 is padding: no gradient in torch
-
-
-class Pair:
-    """The same weights in transformers and here."""
-
-    def __init__(self, path):
-        self.torch = AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation="eager").eval()
-        self.model, self.params = hf.load(path)
-        self._logits = jax.jit(lambda p, *a: self.model.hidden(p, *a) @ self.model.head(p))
-
-    def ours(self, tokens, positions=None, segment_ids=None):
-        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-        segment_ids = np.ones_like(tokens) if segment_ids is None else segment_ids
-        return np.asarray(
-            self._logits(self.params, *(np.asarray(x, np.int32) for x in (tokens, positions, segment_ids)))
-        )
-
-    def reference(self, tokens):
-        with torch.no_grad():
-            return self.torch(torch.tensor(np.asarray(tokens)).long()).logits.numpy()
-
 
 # One model each; together: all families, both kinds of head, one to four queries a key, biases, an odd vocabulary.
 MODELS = {
@@ -72,67 +47,23 @@ def pair(request, pairs):
     return pairs(request.param)
 
 
-def assert_close(ours, reference):
-    assert np.abs(reference).max() > 1  # std 0.2 gives logits that a mistake would move
-    np.testing.assert_allclose(ours, reference, atol=TOLERANCE * np.abs(reference).max())
-
-
 class TestParity:
+    def test_modules(self, pair):
+        assert check_modules(pair) == 2 * 4
+
     def test_logits(self, pair):
-        assert_close(pair.ours(TOKENS), pair.reference(TOKENS))
+        pair.assert_close(pair.ours(TOKENS), pair.reference(TOKENS))
 
     @pytest.mark.parametrize("left", [0, 5])
     def test_padding_is_invisible(self, tied, left):
-        real, length = 30, TOKENS.shape[1]
-        tokens, positions, segment_ids = (np.zeros((1, length), np.int32) for _ in range(3))
-        part = slice(left, left + real)
-        tokens[:], tokens[0, part], positions[0, part], segment_ids[0, part] = 7, TOKENS[0, :real], np.arange(real), 1
-        ours = tied.ours(np.tile(tokens, (2, 1)), np.tile(positions, (2, 1)), np.tile(segment_ids, (2, 1)))
-        assert_close(ours[:1, part], tied.reference(TOKENS[:1, :real]))
+        check_padding(tied, left)
 
     @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2-tied", "llama-tied"])
     def test_packed_rows_equal_separate_ones(self, pairs, name):
-        tied = pairs(name)
-        lengths = (20, 3, 40)
-        tokens, positions, segment_ids = (np.zeros((2, 75), np.int32) for _ in range(3))
-        start = 0
-        for segment, n in enumerate(lengths, 1):
-            part = slice(start, start + n)
-            tokens[:, part], positions[:, part] = TOKENS[:, part], np.arange(n)
-            segment_ids[:, part], start = segment, start + n
-        ours, start = tied.ours(tokens, positions, segment_ids), 0
-        for n in lengths:
-            part = slice(start, start + n)
-            assert_close(ours[:, part], tied.reference(TOKENS[:, part]))
-            start += n
-        wrong = tied.ours(tokens, positions, (segment_ids > 0).astype(np.int32))  # what a leak would give
-        assert np.abs(wrong - ours)[:, 20:23].max() > 0.1
-
-        tokens[:, :20] = (tokens[:, :20] + 1) % 256
-        assert np.array_equal(tied.ours(tokens, positions, segment_ids)[:, 20:63], ours[:, 20:63])  # bit for bit
+        check_packing(pairs(name))
 
     def test_gradients(self, pair):
-        temperature = 0.7
-        positions, ones = np.broadcast_to(np.arange(75, dtype=np.int32), TOKENS.shape), np.ones_like(TOKENS)
-
-        def total(params):
-            hidden = pair.model.hidden(params, TOKENS, positions, ones)
-            return token_logprobs(hidden, pair.model.head(params), TOKENS, ones, temperature, chunk=64)[0].sum()
-
-        value, grads = jax.jit(jax.value_and_grad(total))(pair.params)
-        ids = torch.tensor(TOKENS).long()
-        pair.torch.zero_grad()
-        table = (pair.torch(ids).logits / temperature).log_softmax(-1)
-        reference = table[:, :-1].gather(-1, ids[:, 1:, None]).sum()
-        reference.backward()
-        np.testing.assert_allclose(value, reference.item(), rtol=1e-6)
-        expected = dict(pair.torch.named_parameters())
-        compared = 0
-        for name, ours in hf.to_hf(pair.model, grads):
-            theirs = expected[name].grad.numpy()
-            np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
-            compared += 1
-        assert compared == len(expected)
+        check_gradients(pair)
 
     def test_bfloat16_computes_in_bfloat16_and_stays_near(self, tied):
         model, params = hf.load(tied.model.source, dtype="bfloat16", scan_layers=False)
@@ -270,7 +201,7 @@ class TestConfig:
         options = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": 64, "tokenizer": False}
         pair = Pair(make_model(tmp_path, model_type, **options))
         ours = pair.ours(TOKENS)
-        assert_close(ours, pair.reference(TOKENS))
+        pair.assert_close(ours, pair.reference(TOKENS))
         plain = dataclasses.replace(pair.model, config=dataclasses.replace(pair.model.config, rope=Rope(1e4)))
         positions = np.broadcast_to(np.arange(75, dtype=np.int32), TOKENS.shape)
         without = plain.hidden(pair.params, TOKENS, positions, np.ones_like(TOKENS)) @ plain.head(pair.params)

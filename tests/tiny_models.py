@@ -114,6 +114,14 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},  # heads * head_dim differs from the width
     "qwen2": {},
     "llama": {"head_dim": 32},
+    "qwen3_5_text": {
+        "num_hidden_layers": 8,  # two units
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
 }
 
 
@@ -160,14 +168,27 @@ def new_model(model_type: str, fields: dict[str, Any]):
 
 
 def draw(model, seed: int, std: float):
-    """Draws the parameters of a torch model: matrices around 0, vectors (norms, biases) around 1."""
+    """Draws the parameters of a torch model: matrices around 0, vectors (norms, biases) around 1.
+
+    Of Qwen3.5, scales of norms that multiply by 1 + scale are drawn around 0, and decays between those of a head that
+    remembers and of one that forgets: a head that forgets everything reads q k of one token, and where that is nearly
+    0, its norm multiplies rounding errors in any implementation.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    hybrid = "qwen3_5" in model.config.model_type
     with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(std * noise if parameter.ndim > 1 else 1 + std * noise)
+        for name, parameter in model.named_parameters():
+            noise = std * torch.randn(parameter.shape, generator=generator)
+            if name.endswith(".A_log"):
+                parameter.copy_(torch.linspace(0.1, 8, parameter.numel()).log())
+            elif name.endswith(".dt_bias"):
+                parameter.copy_(noise - 2)
+            elif parameter.ndim > 1 or (hybrid and not name.endswith("linear_attn.norm.weight")):
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(1 + noise)
     return model
 
 
