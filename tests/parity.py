@@ -47,6 +47,9 @@ class Pair:
         np.testing.assert_allclose(ours, reference, atol=self.tolerance * np.abs(reference).max())
 
 
+_call = jax.jit(lambda module, *args: module(*args))  # compiled once for the layers of one shape
+
+
 def check_modules(pair: Pair) -> int:
     """Each module of each layer on the inputs that it has in transformers; returns how many there were."""
     seen = {}
@@ -71,7 +74,7 @@ def check_modules(pair: Pair) -> int:
     for i, layer in enumerate(pair.layers()):
         for name in [name for j, name in seen if j == i]:
             x, expected = seen[i, name]
-            ours = jax.jit(lambda m, *a: m(*a))(getattr(layer, name), x, *arguments.get(name, ()))
+            ours = _call(getattr(layer, name), x, *arguments.get(name, ()))
             scale = np.abs(expected).max()
             np.testing.assert_allclose(ours, expected, atol=pair.tolerance * scale, err_msg=f"layer {i}: {name}")
     return len(seen)

@@ -50,7 +50,7 @@ def rewrite(folder, target, change):
     return target
 
 
-FAMILIES = ["qwen3", "qwen2", "llama"]
+FAMILIES = ["qwen3", "qwen2", "llama", "qwen3_5_text", "qwen3_5"]
 
 
 def stored(folder):
@@ -163,6 +163,93 @@ class TestRoundTrip:
         assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors_of(out).values())
         _, loaded = hf.load(out)
         assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory):
+    """As published: bfloat16 but for a few float32 tensors, in shards, with a multi-token head and a vision tower."""
+    root = tmp_path_factory.mktemp("multimodal")
+    options = dict(tied=False, dtype="bfloat16", max_shard_size="150KB", num_hidden_layers=4)
+    folder = make_model(root / "folder", "qwen3_5", **options)
+    file = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(file) | {
+        "mtp.fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3).astype(jnp.bfloat16),
+        "mtp.layers.0.mlp.up_proj.weight": np.full((2, 2), 200, np.uint8),  # whatever its dtype
+    }
+    tensors |= {n: t.astype(np.float32) for n, t in tensors.items() if n.endswith("A_log")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((folder / checkpoint_folder.INDEX).read_text())
+    index["weight_map"] |= {name: file.name for name in tensors}
+    (folder / checkpoint_folder.INDEX).write_text(json.dumps(index))
+    (folder / "preprocessor_config.json").write_text('{"size": 3}')
+    return folder
+
+
+class TestMultimodal:
+    def test_text_is_trained_and_the_rest_comes_back_byte_for_byte(self, multimodal, tmp_path):
+        model, params = hf.load(multimodal)
+        assert model.model_type == "qwen3_5" and model.config.num_hidden_layers == 4
+        out = hf.save(model, jax.tree.map(lambda x: x * 1.5 + 0.1, params), tmp_path / "out")
+        before, after = stored(multimodal), stored(out)
+        assert after.keys() == before.keys()
+        trained = dict(hf.to_hf(model, params))
+        for name in before:
+            assert before[name][0] == after[name][0], name  # dtype and shape, of each tensor its own
+            assert (before[name] != after[name]) is (name in trained), name
+        rest = before.keys() - trained.keys()
+        assert {n.split(".")[1] for n in rest if n.startswith("model.")} == {"visual"} and "mtp.fc.weight" in rest
+        assert json.loads((out / "config.json").read_text()) == json.loads((multimodal / "config.json").read_text())
+        assert (out / "preprocessor_config.json").read_text() == '{"size": 3}'
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_it_loads_wherever_the_original_did(self, tmp_path, tied):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        source = make_model(tmp_path / "source", "qwen3_5", tied=tied, num_hidden_layers=4)
+        model, params = hf.load(source)
+        out = hf.save(model, jax.tree.map(lambda x: x * 1.1, params), tmp_path / "out")
+        tokens = np.arange(12, dtype=np.int32)[None]
+        ours = model.hidden(*hf.load(out)[1:], tokens, tokens, np.ones_like(tokens)) @ model.head(hf.load(out)[1])
+        for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            whole, report = kind.from_pretrained(out, output_loading_info=True)
+            assert not report["missing_keys"] and not report["mismatched_keys"]
+            if kind is AutoModelForImageTextToText:
+                assert not report["unexpected_keys"]
+            with torch.no_grad():
+                theirs = whole(torch.tensor(tokens).long()).logits.numpy()
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+    def test_a_text_model_cut_out_of_a_multimodal_one_keeps_its_names(self, tmp_path):
+        """transformers writes such a folder with the multimodal names under the text model's type."""
+        from transformers import AutoModelForCausalLM
+
+        source = make_model(tmp_path / "source", "qwen3_5", num_hidden_layers=4)
+        AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "text")
+        model, params = hf.load(tmp_path / "text")
+        assert model.model_type == "qwen3_5_text" and model.stem == "model.language_model"
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(tmp_path / "text")
+
+    def test_a_renamed_text_tensor_is_an_error(self, multimodal, tmp_path):
+        import shutil
+
+        broken = shutil.copytree(multimodal, tmp_path / "broken")
+        file = sorted(broken.glob("*.safetensors"))[0]
+        tensors = load_file(file)
+        name = next(n for n in tensors if n.endswith("A_log"))
+        tensors[name.replace("A_log", "A_lag")] = tensors.pop(name)
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=rf"missing {name} \[4\]; unexpected {name[:-3]}lag \[4\]"):
+            hf.load(broken)
+
+    def test_another_dtype_is_of_the_text_only(self, multimodal, tmp_path):
+        model, params = hf.load(multimodal)
+        after = stored(hf.save(model, params, tmp_path / "out", dtype="float32"))
+        before, trained = stored(multimodal), dict(hf.to_hf(model, params))
+        assert {after[n][0].dtype for n in trained} == {"F32"}
+        assert all(before[n] == after[n] for n in before.keys() - trained.keys())
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["dtype"] == config["text_config"].get("dtype", "float32") == "float32"
 
 
 class TestSaveSafely:

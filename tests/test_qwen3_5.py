@@ -132,14 +132,16 @@ class TestConfig:
         assert set(CHANGED) == {f.name for f in dataclasses.fields(qwen3_5.Config)}
 
     @pytest.mark.parametrize("field", [f for f, (_, effect) in CHANGED.items() if effect == "values"])
-    def test_a_changed_value_changes_the_logits(self, tied, field):
+    def test_a_changed_value_changes_the_logits(self, pairs, field):
+        tied = pairs("untied")
         model = dataclasses.replace(tied.model, config=changed(tied.model.config, field))
         positions, ones = np.broadcast_to(np.arange(75, dtype=np.int32), TOKENS.shape), np.ones_like(TOKENS)
         logits = jax.jit(lambda p: model.hidden(p, TOKENS, positions, ones) @ model.head(p))(tied.params)
         assert np.abs(logits - tied.ours(TOKENS)).max() > 1e-2
 
     @pytest.mark.parametrize("partial", [0.5, 1.0])
-    def test_the_rotated_part(self, tied, partial):
+    def test_the_rotated_part(self, pairs, partial):
+        tied = pairs("untied")
         rope = dataclasses.replace(tied.model.config.rope, partial=partial)
         model = dataclasses.replace(tied.model, config=dataclasses.replace(tied.model.config, rope=rope))
         positions, ones = np.broadcast_to(np.arange(75, dtype=np.int32), TOKENS.shape), np.ones_like(TOKENS)

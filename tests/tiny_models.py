@@ -124,6 +124,11 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+FAMILY_SIZES["qwen3_5"] = FAMILY_SIZES["qwen3_5_text"]
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
+
 
 def make_model(
     path,
@@ -139,9 +144,9 @@ def make_model(
 ) -> pathlib.Path:
     """Writes a random model to the folder `path`: weights, config, generation_config and, if asked, the tokenizer.
 
-    Two layers, width 64, 4 heads over 2 key/value heads, mlp 128; `config_overrides` are fields of transformers' config
-    of that `model_type`; a small `max_shard_size` ("100KB") gives a sharded folder with an index. The same arguments
-    give the same weights.
+    Two layers (Qwen3.5: eight), width 64, 4 heads over 2 key/value heads, mlp 128; `config_overrides` are fields of
+    transformers' (text) config of that `model_type`; "qwen3_5" is multimodal, with a vision tower; a small
+    `max_shard_size` ("100KB") gives a sharded folder with an index. The same arguments give the same weights.
 
     Returns:
       The folder, as a Path.
@@ -161,9 +166,13 @@ def make_model(
 
 
 def new_model(model_type: str, fields: dict[str, Any]):
-    """transformers' causal language model of these config fields, float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """transformers' model of these config fields, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if model_type == "qwen3_5":
+        tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
+        config = AutoConfig.for_model(model_type, text_config=dict(fields), vision_config=dict(VISION), **tied)
+        return AutoModelForImageTextToText.from_config(config).float()
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).float()
 
 
