@@ -424,9 +424,16 @@ class TestSharding:
         assert tuple(uneven.spec(mesh)) == (None, None)
 
     @pytest.mark.slow
-    def test_eight_devices(self, folders):
+    @pytest.mark.parametrize("family", ["dense", "hybrid"])
+    def test_eight_devices(self, folders, tmp_path, family):
         """Shards, logits, gradients, saved tensors and log-probabilities equal one device's."""
-        script = EIGHT_DEVICES.replace("FOLDER", repr(str(folders / "untied")))
+        folder, script = folders / "untied", EIGHT_DEVICES
+        if family == "hybrid":
+            kinds = ["linear_attention", "full_attention"]
+            folder = make_model(tmp_path / "hybrid", "qwen3_5_text", tied=False, num_hidden_layers=2, layer_types=kinds)
+            script = script.replace('["self_attn"]["q_proj"]', '["layer_0"]["linear_attn"]["in_proj_qkv"]')
+            script = script.replace("(2, 32, 64)", "(1, 32, 80)")
+        script = script.replace("FOLDER", repr(str(folder)))
         environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": "."}
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | environment, timeout=300
