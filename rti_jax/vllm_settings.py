@@ -40,6 +40,8 @@ def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if is_multimodal(model_path):
+        args["language_model_only"] = True  # conversations are text: no vision tower, no image processor
     if on_cpu:
         # A prompt must not be split over steps: torch's CPU generators have no offset, so a seeded request dies then.
         args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 16384), "enforce_eager": True}
@@ -57,6 +59,10 @@ def text_config(model_path: pathlib.Path) -> dict[str, Any]:
     """config.json of a model folder; of a multimodal model the part of its language model."""
     model = json.loads((model_path / "config.json").read_text())
     return model.get("text_config", model)
+
+
+def is_multimodal(model_path: pathlib.Path) -> bool:
+    return "text_config" in json.loads((model_path / "config.json").read_text())
 
 
 def _linear_layers(text: Mapping[str, Any]) -> int:

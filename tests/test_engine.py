@@ -161,7 +161,7 @@ class TestStart:
         )  # K and V, 2 layers, 2 x 32, fp32
         args = vllm_settings.arguments(folder, config(memory_fraction=0.3), on_cpu=False)
         assert args["gpu_memory_utilization"] == 0.3
-        assert "enforce_eager" not in args
+        assert "enforce_eager" not in args and "language_model_only" not in args
 
     def test_a_hybrid_keeps_no_prefixes_on_cpu_and_has_room_for_its_states(self, tmp_path):
         kinds = ["linear_attention", "full_attention"]
@@ -170,6 +170,7 @@ class TestStart:
         (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
         args = vllm_settings.arguments(tmp_path, config(), on_cpu=True)
         assert args["enable_prefix_caching"] is False  # vLLM would refuse to start
+        assert args["language_model_only"] is True  # nor would it without a tokenizer for its image processor
         assert args["kv_cache_memory_bytes"] == 2 * 128 * (512 * (2 * 1 * 2 * 32 * 4) + 2 * 2 * 4 * 128 * 128 * 4)
         assert vllm_settings.arguments(tmp_path, config(), on_cpu=False)["enable_prefix_caching"] is True
 
