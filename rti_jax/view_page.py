@@ -1,0 +1,439 @@
+"""The page of `rti view`: groups, episodes and interventions as what the template shows.
+
+Everything that a model, a tool or an environment wrote is plain text here and is escaped by the template; the page's own
+policy (Content-Security-Policy) lets only its own script run, by hash, and nothing be loaded.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import pathlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import markupsafe
+
+from rti_jax.config import Config
+from rti_jax.gate import GateReason, passes
+from rti_jax.reweight import copied_tokens, reasoning_shift_weights
+from rti_jax.types import Group, IntervenedRollout, Intervention, Proposal, RejectReason, Status, Trajectory, Turn
+
+TEMPLATES = pathlib.Path(__file__).with_name("templates")
+SURE = 0.9  # a sampled token with a probability of at least this stays unmarked
+LEVELS = 3  # shades of a weight on either side of 1
+
+REJECTED = {
+    RejectReason.MALFORMED: "empty, cut off or unparsable",
+    RejectReason.UNCHANGED: "the corrector repeated the turn",
+    RejectReason.INCONSISTENT: "verifier: does not lead to the goal",
+    RejectReason.LEAK: "verifier: reveals privileged information",
+    RejectReason.IMPLAUSIBLE: "verifier: not what this policy would write",
+    RejectReason.UNREADABLE: "the verifier's verdict could not be read",
+    RejectReason.LEAK_GUARD: "leak guard: has a value that only the evidence has",
+    RejectReason.GATE: "perplexity at or above the gate's limit",
+}
+DECISIONS = {
+    GateReason.ADMITTED: "admitted",
+    GateReason.FAILED: "not admitted: the episode did not succeed",
+    GateReason.UNCORRECTED: "not admitted: it succeeded without a correction",
+    GateReason.NON_FINITE: "not admitted: a perplexity is not finite",
+    GateReason.PERPLEXITY: "not admitted: a perplexity is at or above the limit",
+}
+MARKS = {Status.SUCCESS: "✓", Status.FAILURE: "✗", Status.TRUNCATED: "…"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A run's part of the page: all that it `recorded` in a step, and the `groups` of it that are wanted."""
+
+    name: str
+    folder: pathlib.Path
+    step: int
+    config: Config
+    recorded: Sequence[Group]
+    groups: Sequence[Group]
+    advantages: Mapping[str, float]
+    notes: Sequence[str]
+
+
+class Piece(NamedTuple):
+    """Text with its CSS classes and what a pointer on it says."""
+
+    text: str
+    css: str = ""
+    title: str = ""
+
+
+def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = False) -> tuple[str, str]:
+    """(HTML, what it shows in a line).
+
+    Args:
+      limit: rows (groups, or tasks of two runs) at most. asked: the filter in words, "" for none.
+    """
+    writers = [Writer(side, *_tokenizer(side)) for side in sides]
+    rows = list(_rows(sides))
+    shown = [
+        {
+            "task": task,
+            "request": _request(groups),
+            "sides": [w.groups(g) for w, g in zip(writers, groups, strict=True)],
+        }
+        for task, groups in rows[:limit]
+    ]
+    for row in shown:
+        every = [g for side in row["sides"] for g in side]
+        row["rti"] = " ".join(sorted({kind for g in every for kind in g["rti"]})) or "none"
+    what = "step " + " and ".join(dict.fromkeys(str(s.step) for s in sides))
+    what += f", {len(shown)} of {len(rows)} {'groups' if len(sides) == 1 else 'tasks'}"
+    names = [s.name for s in sides]
+    labels = names if len(set(names)) == len(names) else [str(s.folder) for s in sides]
+    script = (TEMPLATES / "view.js").read_text(encoding="utf-8")
+    text = _template().render(
+        title=f"rti view: {', '.join(labels)}, {what}",
+        kind="evaluation after step" if evaluation else "step",
+        heads=[w.head(label) for w, label in zip(writers, labels, strict=True)],
+        rows=shown,
+        hidden=len(rows) - len(shown),
+        limit=len(rows),
+        asked=asked,
+        outcomes=_outcomes(sides),
+        scale=[_level(1 + (n / LEVELS) * e, e) for e in [writers[0].epsilon] for n in range(-LEVELS, LEVELS + 1)],
+        sure=SURE,
+        style=markupsafe.Markup((TEMPLATES / "view.css").read_text(encoding="utf-8")),
+        script=markupsafe.Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    return text, what
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    return environment.get_template("view.html.j2")
+
+
+def _rows(sides: Sequence[Side]) -> Iterable[tuple[str, list[list[Group]]]]:
+    """(task, groups of each side): a row for each group of one run, for each task of two."""
+    if len(sides) == 1:
+        return [(g.task_id, [[g]]) for g in sides[0].groups]
+    tasks = dict.fromkeys(g.task_id for side in sides for g in side.groups if g.attempts)
+    tasks |= dict.fromkeys(g.task_id for side in sides for g in side.groups)
+    return [(task, [[g for g in side.groups if g.task_id == task] for side in sides]) for task in tasks]
+
+
+def _request(sides: Sequence[Sequence[Group]]) -> str:
+    """The first thing a user says in the first episode."""
+    for episode in (t for groups in sides for g in groups for t in _episodes(g)):
+        for message in episode.messages:
+            if message.get("role") == "user":
+                return _content(message)[:300]
+    return ""
+
+
+def _episodes(group: Group) -> list[Trajectory]:
+    attempts = [a.trajectory for a in group.attempts if a.trajectory.id not in {t.id for t in group.trajectories}]
+    return [*group.trajectories, *filter(None, [group.replaced]), *attempts]
+
+
+def _outcomes(sides: Sequence[Side]) -> dict[str, int]:
+    counts = Counter(t.status for side in sides for g in side.groups for t in _episodes(g))
+    return {str(status): counts[status] for status in Status if counts[status]}
+
+
+def _tokenizer(side: Side) -> tuple[Any, str]:
+    """(tokenizer, note): of the model the run started from, or of what the run exported."""
+    from tokenizers import Tokenizer
+
+    folders = [pathlib.Path(side.config.model.path or "."), side.folder / "export", side.folder / "best"]
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            try:
+                return Tokenizer.from_file(str(folder / "tokenizer.json")), ""
+            except Exception as error:  # the library raises plain Exception
+                return None, f"{folder}/tokenizer.json cannot be read ({error}); coloured tokens are shown as ids"
+    return None, f"no tokenizer.json in {', '.join(map(str, folders))}; coloured tokens are shown as ids"
+
+
+class Writer:
+    """Turns a side's records into what the template shows."""
+
+    def __init__(self, side: Side, tokenizer: Any, note: str):
+        self.side = side
+        self.tokenizer = tokenizer
+        self.notes = [*side.notes, *filter(None, [note])]
+        self.epsilon = side.config.reweight.epsilon_cal
+        self.delta = side.config.gate.delta
+        self._texts: dict[int, str] = {}
+
+    def head(self, label: str) -> dict[str, Any]:
+        """The run's line at the top of the page; counts are of the entire step."""
+        groups = self.side.recorded
+        before = [t for g in groups for t in (*g.trajectories, *filter(None, [g.replaced])) if t.member >= 0]
+        attempts = [a for g in groups for a in g.attempts]
+        return {
+            "label": label,
+            "step": self.side.step,
+            "groups": len(groups),
+            "episodes": len(before),
+            "success": sum(t.success for t in before),
+            "attempts": len(attempts),
+            "admitted": sum(bool(a.decision and a.decision.admitted) for a in attempts),
+            "epsilon": self.epsilon,
+            "reweighted": self.side.config.reweight.enabled,
+            "notes": self.notes,
+        }
+
+    def groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        return [self.group(g) for g in groups]
+
+    def group(self, group: Group) -> dict[str, Any]:
+        """A group: what all episodes begin with, members with the replaced one last, and attempts."""
+        episodes = _episodes(group)
+        shared = _shared([_opening(t) for t in episodes])
+        full = next((g for g in self.side.recorded if g.id == group.id), group)
+        members = [*group.trajectories, *filter(None, [group.replaced])]
+        return {
+            "id": group.id,
+            "opening": [_message(m) for m in episodes[0].messages[:shared]],
+            "members": [self.member(t, t is group.replaced, shared) for t in members],
+            "attempts": [self.attempt(a, shared, group.replaced) for a in group.attempts],
+            "success": sum(t.success for t in full.trajectories),
+            "size": len(full.trajectories),
+            "rti": {"admitted" if a.decision and a.decision.admitted else "refused" for a in group.attempts},
+        }
+
+    def member(self, episode: Trajectory, replaced: bool, shared: int) -> dict[str, Any]:
+        return self._episode(episode) | {
+            "replaced": replaced,
+            "advantage": self.side.advantages.get(episode.id),
+            "items": self._items(episode, shared),
+        }
+
+    def _episode(self, episode: Trajectory) -> dict[str, Any]:
+        return {
+            "name": f"member {episode.member}" if episode.member >= 0 else f"intervened, attempt {-episode.member}",
+            "id": episode.id,
+            "intervened": episode.member < 0,
+            "status": str(episode.status),
+            "mark": MARKS.get(episode.status, "!"),
+            "reward": episode.reward,
+            "info": ", ".join(f"{key} {_plain(value)}" for key, value in episode.info.items()),
+        }
+
+    def _items(self, episode: Trajectory, shared: int) -> list[dict[str, Any]]:
+        """Messages after the shared ones; assistant messages that were sampled are turns, counted from the end, since
+        an environment may open a dialogue in the assistant's name."""
+        assistants = [i for i, m in enumerate(episode.messages) if m.get("role") == "assistant"]
+        turns = dict(zip(assistants[len(assistants) - len(episode.turns) :], episode.turns, strict=False))
+        items = []
+        for i, message in list(enumerate(episode.messages))[shared:]:
+            turn = turns.get(i)
+            items.append(_message(message) if turn is None else self.turn(turn, _content(message)))
+        return items
+
+    def turn(self, turn: Turn, text: str) -> dict[str, Any]:
+        """A turn as sampled; its message's text where there is no tokenizer."""
+        if turn.correction:
+            pieces = self.weighted(turn)
+        else:
+            pieces = self.sampled(turn) if self.tokenizer else [Piece(text)]
+        return {
+            "role": "corrected turn" if turn.correction else "turn",
+            "id": turn.id,
+            "turn": True,
+            "corrected": bool(turn.correction),
+            "pieces": pieces,
+            "cut": turn.finish_reason == "length",
+            "tokens": len(turn.response_ids),
+        }
+
+    def attempt(self, attempt: IntervenedRollout, shared: int, replaced: Trajectory | None) -> dict[str, Any]:
+        """An intervened episode turn by turn, with what the roles said."""
+        said = {i.turn_id: i for i in attempt.interventions}
+        turns = {t.id: t for t in attempt.trajectory.turns}
+        items = self._items(attempt.trajectory, shared)
+        for item in items:
+            if item["turn"] and item["id"] in said:
+                item["intervention"] = self.intervention(said.pop(item["id"]), turns[item["id"]])
+        items += [  # turns that were judged and not played: the episode broke off
+            {"turn": True, "id": i.turn_id, "pieces": [], "intervention": self.intervention(i, None)}
+            for i in said.values()
+        ]
+        decision = attempt.decision
+        admitted = bool(decision and decision.admitted)
+        return self._episode(attempt.trajectory) | {
+            "items": items,
+            "admitted": admitted,
+            "decision": DECISIONS.get(decision.reason, decision.reason) if decision else "not decided",
+            "perplexities": [_number(p) for p in decision.perplexities] if decision else [],
+            "delta": self.delta,
+            "took": f"member {replaced.member}" if admitted and replaced else "",
+            "advantage": self.side.advantages.get(attempt.trajectory.id),
+        }
+
+    def intervention(self, said: Intervention, turn: Turn | None) -> dict[str, Any]:
+        """The original turn and each proposal beside it."""
+        original = turn.correction.original_ids if turn and turn.correction else turn.response_ids if turn else ()
+        last = said.accepted or (said.proposals[-1] if said.proposals else None)
+        perplexity = turn.correction.perplexity if turn and turn.correction else math.nan
+        return {
+            "flagged": said.flagged,
+            "readable": said.readable,
+            "reason": said.reason,
+            "validator": said.validator_text,
+            "valid": said.valid,
+            "original": self.compared(original, last.response_ids if last else original, said.original_text, "gone"),
+            "proposals": [self.proposal(p, original, turn) for p in said.proposals],
+            "accepted": said.accepted is not None,
+            "perplexity": None if math.isnan(perplexity) else perplexity,
+            "passes": not math.isnan(perplexity) and passes(perplexity, self.delta),
+            "delta": self.delta,
+        }
+
+    def proposal(self, proposal: Proposal, original: Sequence[int], turn: Turn | None) -> dict[str, Any]:
+        accepted = proposal.rejected is None and turn is not None and turn.correction is not None
+        history = _shared([turn.prompt_ids, proposal.prompt_ids]) if turn else 0
+        return {
+            "accepted": proposal.rejected is None,
+            "rejected": str(proposal.rejected or ""),
+            "why": REJECTED.get(proposal.rejected, ""),
+            "detail": proposal.detail,
+            "verifier": proposal.verifier_text,
+            "wins": proposal.wins,
+            "reveals": proposal.reveals,
+            "pieces": self.weighted(turn)
+            if accepted
+            else self.compared(proposal.response_ids, original, proposal.text, "new"),
+            "prompt": self.decode(proposal.prompt_ids[history:]),
+        }
+
+    def compared(self, ids: Sequence[int], other: Sequence[int], text: str, css: str) -> list[Piece]:
+        """Tokens that the other turn has not are marked; plain text without a tokenizer."""
+        if not self.tokenizer or not ids:
+            return [Piece(text)]
+        same = copied_tokens(other, ids)
+        return _merged(Piece(t, "" if s else css) for t, s in zip(self.texts(ids), same, strict=True))
+
+    def weighted(self, turn: Turn) -> list[Piece]:
+        """A corrected turn's tokens, each with its weight, as far as it was scored; tokens y had not are marked."""
+        new = ~copied_tokens(turn.correction.original_ids, turn.response_ids)
+        texts = self.texts(turn.response_ids)
+        under = (turn.correction.rollout_logprobs, turn.correction.corrector_logprobs)
+        if None in under or any(math.isnan(value) for values in under for value in values):
+            return [Piece(t, "new" if n else "") for t, n in zip(texts, new, strict=True)]
+        weights = reasoning_shift_weights(under[1], under[0], self.epsilon)
+        pieces = []
+        for text, changed, weight, rollout, corrector in zip(texts, new, weights, *under, strict=True):
+            _, css = _level(float(weight), self.epsilon)
+            ratio = math.exp(min(corrector - rollout, 700.0))
+            title = (
+                f"weight {weight:.3f} (ratio {ratio:.3g}); probability {_probability(corrector)} as corrector, "
+                f"{_probability(rollout)} as policy; {'edited' if changed else 'copied'}"
+            )
+            pieces.append(Piece(text, f"w {css}" + (" new" if changed else ""), title))
+        return pieces
+
+    def sampled(self, turn: Turn) -> list[Piece]:
+        """A policy turn's tokens; those that were not sure have the probability with which they were sampled."""
+        pieces = []
+        for text, logprob in zip(self.texts(turn.response_ids), turn.sampler_logprobs, strict=True):
+            sure = math.isnan(logprob) or logprob >= math.log(SURE)
+            level = 1 + (logprob < math.log(0.5)) + (logprob < math.log(0.1))
+            title = f"sampled with probability {_probability(logprob)}"
+            pieces.append(Piece(text) if sure else Piece(text, f"p p{level}", title))
+        return _merged(pieces)
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; a character of several tokens stands with its last one."""
+        if not self.tokenizer:
+            return [f"{i} " for i in ids]
+        texts, begun = [], []
+        for i in ids:
+            text = self.decode([*begun, i]) if begun else self._text(i)
+            part = text.endswith("\ufffd") and len(begun) < 3
+            begun = [*begun, i] if part else []
+            texts.append("" if part else text)
+        if begun:
+            texts[-1] = "\ufffd"
+        return texts
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self.decode([token])
+        return self._texts[token]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens included; "" without a tokenizer."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False) if self.tokenizer else ""
+
+
+def _opening(episode: Trajectory) -> list[Any]:
+    """Messages before the first sampled turn."""
+    assistants = [i for i, m in enumerate(episode.messages) if m.get("role") == "assistant"]
+    first = len(assistants) - len(episode.turns)
+    return list(episode.messages[: assistants[first] if 0 <= first < len(assistants) else None])
+
+
+def _shared(rows: Sequence[Sequence[Any]]) -> int:
+    """Length of what all of them begin with."""
+    same = 0
+    for values in zip(*rows, strict=False):
+        if any(value != values[0] for value in values):
+            break
+        same += 1
+    return same
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    role, name = str(message.get("role", "?")), message.get("name")
+    return {"turn": False, "role": f"{role} {name}" if name else role, "text": _content(message)}
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """What a message says, calls included, as text."""
+    parts = [message.get("reasoning_content"), message.get("content")]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else call
+        name = isinstance(function, Mapping) and "name" in function
+        parts.append(f"{function['name']}({_plain(function.get('arguments', ''))})" if name else _plain(call))
+    return "\n".join(_plain(part) for part in parts if part)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours of one kind without a title of their own as one, so that a page stays small."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and not piece.title and merged[-1][1:] == piece[1:]:
+            merged[-1] = merged[-1]._replace(text=merged[-1].text + piece.text)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def _level(weight: float, epsilon: float) -> tuple[float, str]:
+    """(weight, CSS class) by how far it is from 1 on its side of the clip range."""
+    far = math.log(weight) / (math.log1p(epsilon) if weight > 1 else -math.log1p(-epsilon)) if epsilon else 0.0
+    level = round(max(-1.0, min(1.0, far)) * LEVELS)
+    return weight, f"{'up' if level > 0 else 'down'}{abs(level)}" if level else ""
+
+
+def _probability(logprob: float) -> str:
+    return f"{math.exp(min(logprob, 0.0)):.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None or math.isnan(value) else f"{value:.3g}"
