@@ -1,7 +1,7 @@
 """The page of `rti view`: groups, episodes and interventions as what the template shows.
 
-Everything that a model, a tool or an environment wrote is plain text here and is escaped by the template; the page's own
-policy (Content-Security-Policy) lets only its own script run, by hash, and nothing be loaded.
+Everything that a model, a tool or an environment wrote is plain text here and is escaped by the template. Beyond
+that, the page's Content-Security-Policy lets only its own script run, by hash, and nothing be loaded.
 """
 
 import base64
@@ -244,7 +244,7 @@ class Writer:
     def turn(self, turn: Turn, text: str) -> dict[str, Any]:
         """A turn as sampled; its message's text where there is no tokenizer."""
         if turn.correction:
-            pieces = self.weighted(turn)
+            pieces = self.weighted(turn, text)
         else:
             pieces = self.sampled(turn) if self.tokenizer else [Piece(text)]
         return {
@@ -311,7 +311,7 @@ class Writer:
             "verifier": proposal.verifier_text,
             "wins": proposal.wins,
             "reveals": proposal.reveals,
-            "pieces": self.weighted(turn)
+            "pieces": self.weighted(turn, proposal.text)
             if accepted
             else self.compared(proposal.response_ids, original, proposal.text, "new"),
             "prompt": self.decode(proposal.prompt_ids[history:]),
@@ -324,24 +324,28 @@ class Writer:
         same = copied_tokens(other, ids)
         return _merged(Piece(t, "" if s else css) for t, s in zip(self.texts(ids), same, strict=True))
 
-    def weighted(self, turn: Turn) -> list[Piece]:
-        """A corrected turn's tokens, each with its weight, as far as it was scored; tokens y had not are marked."""
+    def weighted(self, turn: Turn, text: str) -> list[Piece]:
+        """A corrected turn's tokens, each with its weight if it was scored; those that y had not are marked.
+
+        Without a tokenizer its ids come after its text.
+        """
+        before = [] if self.tokenizer else [Piece(text + "\n")]
         new = ~copied_tokens(turn.correction.original_ids, turn.response_ids)
         texts = self.texts(turn.response_ids)
         under = (turn.correction.rollout_logprobs, turn.correction.corrector_logprobs)
         if None in under or any(math.isnan(value) for values in under for value in values):
-            return [Piece(t, "new" if n else "") for t, n in zip(texts, new, strict=True)]
+            return before + _merged(Piece(t, "new" if n else "") for t, n in zip(texts, new, strict=True))
         weights = reasoning_shift_weights(under[1], under[0], self.epsilon)
         pieces = []
-        for text, changed, weight, rollout, corrector in zip(texts, new, weights, *under, strict=True):
+        for token, changed, weight, rollout, corrector in zip(texts, new, weights, *under, strict=True):
             _, css = _level(float(weight), self.epsilon)
             ratio = math.exp(min(corrector - rollout, 700.0))
             title = (
                 f"weight {weight:.3f} (ratio {ratio:.3g}); probability {_probability(corrector)} as corrector, "
                 f"{_probability(rollout)} as policy; {'edited' if changed else 'copied'}"
             )
-            pieces.append(Piece(text, f"w {css}" + (" new" if changed else ""), title))
-        return pieces
+            pieces.append(Piece(token, f"w {css}" + (" new" if changed else ""), title))
+        return before + pieces
 
     def sampled(self, turn: Turn) -> list[Piece]:
         """A policy turn's tokens; those that were not sure have the probability with which they were sampled."""

@@ -35,6 +35,7 @@ function tip(event) {
 
 for (const id of ["outcome", "rti", "find"]) $(id).addEventListener("input", () => { filter(); label(); });
 $("toggle").addEventListener("click", toggle);
+$("wide").addEventListener("change", () => document.body.classList.toggle("wide", $("wide").checked));
 document.addEventListener("click", tip);
 document.addEventListener("toggle", label, true);
 filter();
