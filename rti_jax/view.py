@@ -57,9 +57,11 @@ class Wanted:
         return ", ".join(asked + (["an intervention"] if self.intervened else [])) or "a readable trajectory"
 
     def groups(self, groups: Sequence[Group]) -> list[Group]:
-        """Those that have it, interventions first; trajectories with another outcome are left out of them."""
+        """Those that have it, admitted interventions first; trajectories with another outcome are left out of them."""
         found = [g for g in map(self._only, groups) if g.trajectories or g.attempts or g.replaced]
-        return sorted(found, key=lambda g: not g.attempts)
+        return sorted(
+            found, key=lambda g: (not any(a.decision and a.decision.admitted for a in g.attempts), not g.attempts)
+        )
 
     def _only(self, group: Group) -> Group:
         if self.task not in (None, group.task_id) or (self.intervened and not group.attempts):
