@@ -248,7 +248,7 @@ class Writer:
         else:
             pieces = self.sampled(turn) if self.tokenizer else [Piece(text)]
         return {
-            "role": "corrected turn" if turn.correction else "turn",
+            "role": "corrected" if turn.correction else "turn",
             "id": turn.id,
             "turn": True,
             "corrected": bool(turn.correction),
