@@ -12,19 +12,17 @@ import math
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import markupsafe
 
 from rti_jax.config import Config
 from rti_jax.gate import GateReason, passes
-from rti_jax.reweight import copied_tokens, reasoning_shift_weights
 from rti_jax.types import Group, IntervenedRollout, Intervention, Proposal, RejectReason, Status, Trajectory, Turn
+from rti_jax.view_tokens import LEVELS, SURE, Piece, Tokens, level
 
 TEMPLATES = pathlib.Path(__file__).with_name("templates")
-SURE = 0.9  # a sampled token with a probability of at least this stays unmarked
-LEVELS = 3  # shades of a weight on either side of 1
 
 REJECTED = {
     RejectReason.MALFORMED: "empty, cut off or unparsable",
@@ -60,14 +58,6 @@ class Side:
     notes: Sequence[str]
 
 
-class Piece(NamedTuple):
-    """Text with its CSS classes and what a pointer on it says."""
-
-    text: str
-    css: str = ""
-    title: str = ""
-
-
 def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = False) -> tuple[str, str]:
     """(HTML, what it shows in a line).
 
@@ -91,6 +81,7 @@ def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = 
     what += f", {len(shown)} of {len(rows)} {'groups' if len(sides) == 1 else 'tasks'}"
     names = [s.name for s in sides]
     labels = names if len(set(names)) == len(names) else [str(s.folder) for s in sides]
+    epsilon = sides[0].config.reweight.epsilon_cal
     script = (TEMPLATES / "view.js").read_text(encoding="utf-8")
     text = _template().render(
         title=f"rti view: {', '.join(labels)}, {what}",
@@ -101,7 +92,7 @@ def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = 
         limit=len(rows),
         asked=asked,
         outcomes=_outcomes(sides),
-        scale=[_level(1 + (n / LEVELS) * e, e) for e in [writers[0].epsilon] for n in range(-LEVELS, LEVELS + 1)],
+        scale=[level(1 + n / LEVELS * epsilon, epsilon) for n in range(-LEVELS, LEVELS + 1)],
         sure=SURE,
         style=markupsafe.Markup((TEMPLATES / "view.css").read_text(encoding="utf-8")),
         script=markupsafe.Markup(script),
@@ -169,11 +160,9 @@ class Writer:
 
     def __init__(self, side: Side, tokenizer: Any, note: str):
         self.side = side
-        self.tokenizer = tokenizer
+        self.tokens = Tokens(tokenizer, side.config.reweight.epsilon_cal)
         self.notes = [*side.notes, *filter(None, [note])]
-        self.epsilon = side.config.reweight.epsilon_cal
         self.delta = side.config.gate.delta
-        self._texts: dict[int, str] = {}
 
     def head(self, label: str) -> dict[str, Any]:
         """The run's line at the top of the page; counts are of the entire step."""
@@ -188,7 +177,7 @@ class Writer:
             "success": sum(t.success for t in before),
             "attempts": len(attempts),
             "admitted": sum(bool(a.decision and a.decision.admitted) for a in attempts),
-            "epsilon": self.epsilon,
+            "epsilon": self.tokens.epsilon,
             "reweighted": self.side.config.reweight.enabled,
             "notes": self.notes,
         }
@@ -244,9 +233,9 @@ class Writer:
     def turn(self, turn: Turn, text: str) -> dict[str, Any]:
         """A turn as sampled; its message's text where there is no tokenizer."""
         if turn.correction:
-            pieces = self.weighted(turn, text)
+            pieces = self.tokens.weighted(turn, text)
         else:
-            pieces = self.sampled(turn) if self.tokenizer else [Piece(text)]
+            pieces = self.tokens.sampled(turn) if self.tokens.tokenizer else [Piece(text)]
         return {
             "role": "corrected" if turn.correction else "turn",
             "id": turn.id,
@@ -292,7 +281,9 @@ class Writer:
             "reason": said.reason,
             "validator": said.validator_text,
             "valid": said.valid,
-            "original": self.compared(original, last.response_ids if last else original, said.original_text, "gone"),
+            "original": self.tokens.compared(
+                original, last.response_ids if last else original, said.original_text, "gone"
+            ),
             "proposals": [self.proposal(p, original, turn) for p in said.proposals],
             "accepted": said.accepted is not None,
             "perplexity": None if math.isnan(perplexity) else perplexity,
@@ -311,74 +302,11 @@ class Writer:
             "verifier": proposal.verifier_text,
             "wins": proposal.wins,
             "reveals": proposal.reveals,
-            "pieces": self.weighted(turn, proposal.text)
+            "pieces": self.tokens.weighted(turn, proposal.text)
             if accepted
-            else self.compared(proposal.response_ids, original, proposal.text, "new"),
-            "prompt": self.decode(proposal.prompt_ids[history:]),
+            else self.tokens.compared(proposal.response_ids, original, proposal.text, "new"),
+            "prompt": self.tokens.decode(proposal.prompt_ids[history:]),
         }
-
-    def compared(self, ids: Sequence[int], other: Sequence[int], text: str, css: str) -> list[Piece]:
-        """Tokens that the other turn has not are marked; plain text without a tokenizer."""
-        if not self.tokenizer or not ids:
-            return [Piece(text)]
-        same = copied_tokens(other, ids)
-        return _merged(Piece(t, "" if s else css) for t, s in zip(self.texts(ids), same, strict=True))
-
-    def weighted(self, turn: Turn, text: str) -> list[Piece]:
-        """A corrected turn's tokens, each with its weight if it was scored; those that y had not are marked.
-
-        Without a tokenizer its ids come after its text.
-        """
-        before = [] if self.tokenizer else [Piece(text + "\n")]
-        new = ~copied_tokens(turn.correction.original_ids, turn.response_ids)
-        texts = self.texts(turn.response_ids)
-        under = (turn.correction.rollout_logprobs, turn.correction.corrector_logprobs)
-        if None in under or any(math.isnan(value) for values in under for value in values):
-            return before + _merged(Piece(t, "new" if n else "") for t, n in zip(texts, new, strict=True))
-        weights = reasoning_shift_weights(under[1], under[0], self.epsilon)
-        pieces = []
-        for token, changed, weight, rollout, corrector in zip(texts, new, weights, *under, strict=True):
-            _, css = _level(float(weight), self.epsilon)
-            ratio = math.exp(min(corrector - rollout, 700.0))
-            title = (
-                f"weight {weight:.3f} (ratio {ratio:.3g}); probability {_probability(corrector)} as corrector, "
-                f"{_probability(rollout)} as policy; {'edited' if changed else 'copied'}"
-            )
-            pieces.append(Piece(token, f"w {css}" + (" new" if changed else ""), title))
-        return before + pieces
-
-    def sampled(self, turn: Turn) -> list[Piece]:
-        """A policy turn's tokens; those that were not sure have the probability with which they were sampled."""
-        pieces = []
-        for text, logprob in zip(self.texts(turn.response_ids), turn.sampler_logprobs, strict=True):
-            sure = math.isnan(logprob) or logprob >= math.log(SURE)
-            level = 1 + (logprob < math.log(0.5)) + (logprob < math.log(0.1))
-            title = f"sampled with probability {_probability(logprob)}"
-            pieces.append(Piece(text) if sure else Piece(text, f"p p{level}", title))
-        return _merged(pieces)
-
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; a character of several tokens stands with its last one."""
-        if not self.tokenizer:
-            return [f"{i} " for i in ids]
-        texts, begun = [], []
-        for i in ids:
-            text = self.decode([*begun, i]) if begun else self._text(i)
-            part = text.endswith("\ufffd") and len(begun) < 3
-            begun = [*begun, i] if part else []
-            texts.append("" if part else text)
-        if begun:
-            texts[-1] = "\ufffd"
-        return texts
-
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = self.decode([token])
-        return self._texts[token]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens included; "" without a tokenizer."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False) if self.tokenizer else ""
 
 
 def _opening(episode: Trajectory) -> list[Any]:
@@ -415,28 +343,6 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours of one kind without a title of their own as one, so that a page stays small."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        if merged and not piece.title and merged[-1][1:] == piece[1:]:
-            merged[-1] = merged[-1]._replace(text=merged[-1].text + piece.text)
-        else:
-            merged.append(piece)
-    return merged
-
-
-def _level(weight: float, epsilon: float) -> tuple[float, str]:
-    """(weight, CSS class) by how far it is from 1 on its side of the clip range."""
-    far = math.log(weight) / (math.log1p(epsilon) if weight > 1 else -math.log1p(-epsilon)) if epsilon else 0.0
-    level = round(max(-1.0, min(1.0, far)) * LEVELS)
-    return weight, f"{'up' if level > 0 else 'down'}{abs(level)}" if level else ""
-
-
-def _probability(logprob: float) -> str:
-    return f"{math.exp(min(logprob, 0.0)):.3g}"
 
 
 def _number(value: float | None) -> str:
