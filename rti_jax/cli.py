@@ -51,7 +51,7 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
             "vLLM is not installed, and this command samples with it: run `make install`, or set engine.kind=server "
-            "and engine.urls (score, export and report work without it)"
+            "and engine.urls (score, export, report and view work without it)"
         )
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return 1, f"{error.filename}: {error.strerror}"
@@ -282,6 +282,52 @@ def report(
     from rti_jax import report as command
 
     print(f"wrote {command.main(runs, output=output)}")
+
+
+@app.command()
+def view(
+    run: Annotated[pathlib.Path, typer.Argument(help="run folder, e.g. runs/quickstart", metavar="RUN")],
+    other: Annotated[
+        pathlib.Path | None,
+        typer.Argument(help="another one: their episodes of one task side by side", metavar="[RUN2]"),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Default the newest that has what is asked for.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="HTML file; default RUN/view.html.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="Only episodes that ended so: success, failure, truncated, ...")
+    ] = None,
+    intervened: Annotated[bool, typer.Option("--intervened", help="Only groups with an intervention.")] = False,
+    task: Annotated[str | None, typer.Option(help="Only this task, by its id.")] = None,
+    limit: Annotated[int, typer.Option(help="Groups at most, those with interventions first.", min=1)] = 32,
+    evaluation: Annotated[bool, typer.Option("--eval", help="Held-out episodes of an evaluation instead.")] = False,
+) -> None:
+    """What the policy and the roles wrote in a step, as one HTML file that needs no network; no vLLM needed.
+
+    Groups with their advantages; each intervention before and after, with the reason, the verdict, rejected proposals
+    and perplexity; corrected tokens coloured by their weight. Intervened episodes show the evidence.
+
+    [bold]Examples[/bold]
+
+    rti view runs/quickstart
+
+    rti view runs/quickstart --step 12 --intervened --output step12.html
+
+    rti view runs/quickstart runs/quickstart_grpo --task train/0138    two runs on one task
+    """
+    from rti_jax import view as command
+
+    written = command.main(
+        run,
+        other,
+        step=step,
+        output=output,
+        outcome=outcome,
+        intervened=intervened,
+        task=task,
+        limit=limit,
+        evaluation=evaluation,
+    )
+    print(f"wrote {written.path}: {written.what}")
 
 
 @app.command()
