@@ -30,6 +30,7 @@ from envs.base import (
 from envs.navigation import gazetteer
 from envs.navigation.config import NavigationConfig
 from envs.navigation.map import InventedNames, Map, Place, RandomCoordinates, coordinates
+from envs.navigation.mistakes import Mistakes, revealed
 from envs.navigation.tasks import Report, generate
 from envs.navigation.tools import ArgumentError, Point, Toolbox, schemas
 
@@ -220,14 +221,10 @@ class Navigation(Environment):
         return other.recoverable()
 
     def faults(self, rng: random.Random) -> dict[str, AssistantTurn]:
-        from envs.navigation.mistakes import Mistakes
-
         gold = self.expert()
         return {} if gold is None else Mistakes(self, rng).all(gold)
 
     def reveals(self, turn: AssistantTurn) -> str | None:
-        from envs.navigation.mistakes import revealed
-
         return revealed(self, turn)
 
     def fork(self) -> "Navigation":

@@ -8,10 +8,10 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from envs.base import AssistantTurn, ToolCall
-from envs.navigation.environment import Navigation
-from envs.navigation.map import Place, coordinates
+from envs.navigation.map import Map, Place, coordinates
 
 REFERENCE_PHRASES = (
     "According to the reference answer this is next.",
@@ -31,6 +31,19 @@ INVENTED_PHRASES = (
 LOCATION = re.compile(r"-?\d+\.\d+,-?\d+\.\d+")
 
 
+class Episode(Protocol):
+    """What is read of an episode of Navigation."""
+
+    config: Any
+    places: Sequence[Place]
+    gold_coordinates: list[str]
+    shown: list[str]
+    request: str
+    map: Map
+
+    def make_map(self, config: Any) -> Map: ...
+
+
 def search_turn(name: str, region: str | None = None, content: str = "") -> AssistantTurn:
     """A turn that searches a place."""
     arguments = {"keyword": name} | ({"region": region} if region else {})
@@ -44,7 +57,7 @@ def direction_turn(locations: Sequence[str], content: str = "") -> AssistantTurn
     return AssistantTurn(content, (ToolCall("direction", arguments),))
 
 
-def revealed(env: Navigation, turn: AssistantTurn) -> str | None:
+def revealed(env: Episode, turn: AssistantTurn) -> str | None:
     """The kind of leak that a turn is, by what it says and what the episode has shown; None if it is none."""
     if re.search(r"\b(reference|answer key|evidence|checker|gold)\b", turn.content, re.IGNORECASE):
         return "mentions_reference"
@@ -64,7 +77,7 @@ def revealed(env: Navigation, turn: AssistantTurn) -> str | None:
 class Mistakes:
     """Draws faults for the state that an episode is in."""
 
-    def __init__(self, env: Navigation, rng: random.Random):
+    def __init__(self, env: Episode, rng: random.Random):
         self._places, self._map, self._shown = env.places, env.map, env.shown
         self._visible, self._rng = env.request, rng
         self._names = env.make_map(env.config).places  # of the real map: a moved one would be made anew
