@@ -69,7 +69,7 @@ def check(root: pathlib.Path, model_type: str, tied: bool, dtype: str = "float32
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
 def test_dense(tmp_path, model_type, tied):
-    check(tmp_path, model_type, tied)
+    check(tmp_path, model_type, tied, hidden_size=128)  # heads of 32 where the config has no head_dim: 16 ends vLLM
 
 
 @pytest.mark.slow
