@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-fast | lint | clean        (make help says more)
+# make install | quickstart | test | test-fast | test-all | lint | clean        (make help says more)
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -21,12 +21,12 @@ SYSTEM := $(shell uname -s)
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint format clean
+.PHONY: help install quickstart test test-fast test-all lint format clean
 
 help:
 	@echo "make install     a virtual environment in $(VENV) with everything (about 2 minutes; no accelerator needed)"
 	@echo "make quickstart  install what is missing, then train the shipped policy with RTI and report on it"
-	@echo "make test        all tests          make test-fast   without the slow ones"
+	@echo "make test        the tests          make test-fast   without the slow ones     make test-all   every case"
 	@echo "make lint        ruff               make clean       remove caches (keeps $(VENV) and runs/)"
 	@echo ""
 	@echo "Variables: PYTHON=python3.12  VENV=.venv  ACCELERATOR=cpu|cuda|tpu  TORCH_INDEX=URL  WORKERS=2"
@@ -77,10 +77,13 @@ quickstart: install
 	@$(BIN)/rti train configs/quickstart.yaml
 
 test: install
+	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests
+
+test-all: install
 	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 
 test-fast: install
-	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" tests
+	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive" tests
 
 lint: install
 	@$(BIN)/ruff check .

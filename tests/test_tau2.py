@@ -219,7 +219,7 @@ class TestOfficialEvaluator:
     def test_agrees_on_some_tasks(self, official, name, choose):
         self.agree(official, name, choose, tasks(name)[::25])
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("name", DOMAINS)
     @pytest.mark.parametrize("choose", [expert, idle])
     def test_agrees_on_all_tasks(self, official, name, choose):
