@@ -122,7 +122,7 @@ def test_an_updated_engine_is_a_fresh_one(pair):
     # The update, with requests in flight: they end on the old weights, those that come later are all new.
     async def update_while_sampling():
         running = [asyncio.create_task(engine.generate(r)) for r in REQUESTS]
-        await asyncio.sleep(0.02)
+        await engine.generate(request(99, 150, max_tokens=1))  # its answer: the others are being sampled
         confirmed = await weight_sync.sync(engine, model, params, 3)
         return confirmed, await asyncio.gather(*running)
 
