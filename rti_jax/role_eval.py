@@ -138,29 +138,11 @@ async def measure(
         )
 
     async def replay(index: int, turn: Recorded) -> list:
-        examined = await _examine(turn, by_id[turn.task_id], Seat(player.config.seed, step, f"{STREAM}/{index}", 0))
+        seat = Seat(player.config.seed, step, f"{STREAM}/{index}", 0)
+        examined = await _examine_again(player, roles, turn, by_id[turn.task_id], seat)
         if on_episode:
             on_episode()
         return examined
-
-    async def _examine(turn: Recorded, task: Task, seat: Seat) -> list:
-        environment, chat = player.source.make(), player.chat
-        start = await environment.reset(task)
-        prompt, tools = chat.start(start.messages, start.tools), tuple(start.tools)
-        messages, written = list(start.messages), list(start.messages)
-        for ids in turn.history:
-            parsed = chat.parse(prompt, ids, tools)
-            result = await environment.step(parsed.turn)
-            written.append(parsed.as_written())
-            prompt = chat.extend(prompt, ids, result.messages, tools, written)
-            messages += [parsed.as_message(), *result.messages]
-            written += result.messages
-        view = TurnView(f"{seat.id}/{len(turn.history)}", len(turn.history), prompt, tuple(messages), tools)
-        played = Turn(view.turn_id, prompt, turn.ids, (0.0,) * len(turn.ids), "stop", 0)
-        examiner = Examiner(environment, task, seat, roles, turn.history)
-        await examiner(view, played, chat.parse(prompt, turn.ids, tools))
-        await environment.close()
-        return examiner.rows
 
     async def play(index: int, task: Task) -> list:
         seat = Seat(player.config.seed, step, f"{STREAM}/{step}/{index}", 0)
@@ -184,6 +166,27 @@ async def measure(
     for i, logprobs in zip(scored, values, strict=True):
         turns[i] = dataclasses.replace(turns[i], perplexity=float(np.exp(-np.mean(logprobs))))
     return summarize(turns, player.config.seed), turns
+
+
+async def _examine_again(player: Player, roles: Roles, turn: Recorded, task: Task, seat: Seat) -> list:
+    """Brings an episode to the state of a recorded turn, and asks the roles about it; rows of an `Examiner`."""
+    environment, chat = player.source.make(), player.chat
+    start = await environment.reset(task)
+    prompt, tools = chat.start(start.messages, start.tools), tuple(start.tools)
+    messages, written = list(start.messages), list(start.messages)
+    for ids in turn.history:
+        parsed = chat.parse(prompt, ids, tools)
+        result = await environment.step(parsed.turn)
+        written.append(parsed.as_written())
+        prompt = chat.extend(prompt, ids, result.messages, tools, written)
+        messages += [parsed.as_message(), *result.messages]
+        written += result.messages
+    view = TurnView(f"{seat.id}/{len(turn.history)}", len(turn.history), prompt, tuple(messages), tools)
+    played = Turn(view.turn_id, prompt, turn.ids, (0.0,) * len(turn.ids), "stop", 0)
+    examiner = Examiner(environment, task, seat, roles, turn.history)
+    await examiner(view, played, chat.parse(prompt, turn.ids, tools))
+    await environment.close()
+    return examiner.rows
 
 
 class Examiner:
