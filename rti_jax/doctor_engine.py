@@ -22,12 +22,7 @@ RESPONSE = 64  # tokens of a sample, at most
 # dtype -> (statistic of |engine - learner|, ok below, failure from here on). In bfloat16 two correct programs differ by
 # tenths at single unlikely tokens, so the mean is looked at.
 LIMITS = {"float32": ("max", 1e-3, 1e-2), "bfloat16": ("mean", 2e-2, 1e-1)}
-CHANGES = (
-    0.002,
-    0.01,
-    0.05,
-    0.2,
-)  # relative change of every weight: the first that moves log-probabilities clearly is used
+CHANGES = (0.002, 0.01, 0.05, 0.2)  # relative, of every weight: the first that moves log-probabilities clearly
 CLEARLY = 5.0  # times the failing gap
 STALE = "the engine must be given every weight under the name it has: a fault of rti-jax or of this vLLM version"
 

@@ -1,13 +1,11 @@
 """Checks of `rti doctor` on what a run finds around it: model folder, devices, endpoints, tasks, disk."""
 
 import collections
-import ipaddress
 import math
 import os
 import pathlib
 import shutil
 import tempfile
-import urllib.parse
 from collections.abc import Mapping
 
 from envs.base import ModelEndpoint
@@ -71,14 +69,10 @@ async def keys(subject: Subject) -> Finding:
     servers = config.engine.urls if config.engine.kind == "server" else []
     if not endpoints and not servers:
         return not_applicable("the config names no endpoint")
-    if bare := {n: e for n, e in endpoints.items() if not e.key and _public(e.url)}:
-        text = "; ".join(f"{name} is {e.url}, and {e.key_variable} is not set" for name, e in bare.items())
-        variables = " and ".join(dict.fromkeys(e.key_variable for e in bare.values()))
-        return failure(f"missing key: {text}", f"export {variables} with the key of that service")
     problems = [p for name, e in endpoints.items() if (p := await _unanswered(name, e))]
     problems += [p for url in servers if (p := await _unreachable(url))]
     if problems:
-        return failure("; ".join(problems), "start what does not answer, or correct its url, model and key")
+        return failure("; ".join(problems), "set the key, start what does not answer, or correct its url and model")
     return ok(f"{len(endpoints) + len(servers)} answer: {', '.join([*endpoints, *servers])}")
 
 
@@ -93,18 +87,10 @@ def _role_endpoints(config: config_lib.Config) -> dict[str, ModelEndpoint]:
     }
 
 
-def _public(url: str) -> bool:
-    """Whether it is a service on the internet, which will want a key; a server of one's own need not."""
-    parts = urllib.parse.urlsplit(url)
-    host = parts.hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return parts.scheme == "https" and "." in host and not host.endswith((".local", ".internal", ".lan"))
-
-
 async def _unanswered(name: str, endpoint: ModelEndpoint) -> str:
     """Why an endpoint does not answer a request of one token, or nothing."""
+    import openai
+
     from rti_jax.endpoints import ChatEndpoint
 
     client = ChatEndpoint(endpoint.url, endpoint.model, key=endpoint.key, timeout=ENDPOINT_SECONDS, retries=0)
@@ -112,7 +98,9 @@ async def _unanswered(name: str, endpoint: ModelEndpoint) -> str:
         await client.complete([{"role": "user", "content": "Say ok."}], temperature=0.0, max_tokens=1)
         return ""
     except EngineError as error:
-        return f"{name}: {error}"
+        refused = isinstance(error.__cause__, openai.AuthenticationError | openai.PermissionDeniedError)
+        kind = ("wrong key: " if endpoint.key else "missing key: ") if refused else ""
+        return f"{kind}{name}: {error}" + ("" if endpoint.key else f" ({endpoint.key_variable} is not set)")
     finally:
         await client.close()
 
