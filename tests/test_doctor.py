@@ -393,7 +393,7 @@ class TestAround:
     def test_weights_that_do_not_fit_are_found(self, folder):
         replaced(folder / "config.json", '"num_hidden_layers": 4', '"num_hidden_layers": 3')
         finding = look(quickstart(f"model.path={folder}"), "model")
-        found(finding, Status.FAILURE, "model.layers.3.input_layernorm.weight and 8 more")
+        found(finding, Status.FAILURE, "missing: model.layers.3.input_layernorm.weight, ", "and 8 more")
 
     def test_a_mesh_that_does_not_fit_is_found(self):
         found(look(quickstart("mesh.fsdp=3"), "devices"), Status.FAILURE, "fsdp=3", "does not multiply")
@@ -436,8 +436,8 @@ class StandIn:
       fault: "" takes every update whole; "stale" none; "head" all but the head; "scaled" takes other values.
     """
 
-    def __init__(self, subject, fault=""):
-        self.subject, self.fault, self.version = subject, fault, 0
+    def __init__(self, subject, scorer, fault=""):
+        self.scorer, self.fault, self.version = scorer, fault, 0
         self.params = self.head = subject.policy.params
 
     async def sync(self, model, params, version):
@@ -454,23 +454,28 @@ class StandIn:
     async def generate(self, request):
         ids = tuple(np.random.default_rng(request.seed).integers(10, 1900, 12).tolist())
         both = {"body": self.params, "head": self.head}
-        model = doctor_engine._OtherHead(self.subject.policy.model)
-        scorer = doctor_engine.scorer(self.subject.config, self.subject.policy.mesh, model)
-        (logprobs,) = scorer.score(both, [(request.prompt_ids, ids)])
+        (logprobs,) = self.scorer.score(both, [(request.prompt_ids, ids)])
         if self.fault == "temperature":
             logprobs = logprobs * 1.2
         return GenerateResult(ids, tuple(logprobs.tolist()), "length", self.version)
 
 
 class TestEngine:
+    @pytest.fixture(scope="class")
+    def parts(self):
+        """Loaded and compiled once: the subject, and a scorer for the stand-in."""
+        subject = Subject(quickstart("batch.buckets=[128]", "sampling.max_context=128"))
+        model = doctor_engine._OtherHead(subject.policy.model)
+        return subject, doctor_engine.scorer(subject.config, subject.policy.mesh, model)
+
     @pytest.fixture
-    def run(self, monkeypatch):
+    def run(self, monkeypatch, parts):
         monkeypatch.setattr(doctor_engine, "PROMPTS", 2)
         monkeypatch.setattr(weight_sync, "sync", lambda engine, *arguments: engine.sync(*arguments))
 
         def run(check, fault):
-            subject = Subject(quickstart())
-            subject.engine = StandIn(subject, fault)
+            subject, scorer = parts
+            subject.engine = StandIn(subject, scorer, fault)
 
             async def checks():
                 first = await doctor_engine.learner(subject)
