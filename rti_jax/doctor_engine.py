@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 
@@ -182,30 +181,26 @@ def _scores(subject: Subject, drawn: Sequence[Sample], params, model=None) -> li
 
 
 def _changed(subject: Subject):
-    """(parameters with noise of the smallest size that moves log-probabilities clearly, the largest move)."""
-    params, moved, changed = subject.policy.params, math.nan, None
+    """(parameters changed by the smallest size that moves log-probabilities clearly, how far they move in the mean)."""
+    params, limit = subject.policy.params, CLEARLY * LIMITS[subject.config.model.dtype][2]
+    shift = jax.jit(_shifted, out_shardings=jax.tree.map(lambda x: x.sharding, params))
     before = _scores(subject, subject.drawn, params)
     for size in CHANGES:
-        changed = _noisy(params, size)
+        changed = shift(params, size)
         moved = Gap.between(_scores(subject, subject.drawn, changed), before).mean
-        if moved > CLEARLY * LIMITS[subject.config.model.dtype][2]:
+        if moved > limit:
             break
     return changed, moved
 
 
-def _noisy(params, size: float):
-    """Every weight with normal noise of `size` times its tensor's root mean square, on the same devices."""
+def _shifted(params, size: float):
+    """Every weight moved by up to `size` times its tensor's root mean square, by a scrambled function of its value."""
 
-    def noisy(params):
-        leaves, tree = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        spread = [size * jnp.sqrt(jnp.mean(jnp.square(leaf))) for leaf in leaves]
-        noise = [
-            s * jax.random.normal(k, leaf.shape, leaf.dtype) for s, k, leaf in zip(spread, keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(tree, [leaf + n for leaf, n in zip(leaves, noise, strict=True)])
+    def shifted(x):
+        spread = jnp.sqrt(jnp.mean(jnp.square(x))) + jnp.finfo(x.dtype).tiny
+        return x + size * spread * jnp.sin(1e4 * x / spread)
 
-    return jax.jit(noisy, out_shardings=jax.tree.map(lambda x: x.sharding, params))(params)
+    return jax.tree.map(shifted, params)
 
 
 async def _cause(subject: Subject, drawn: Sequence[Sample], old, new) -> str:
