@@ -114,6 +114,16 @@ class Evidence:
         return f"Evidence(<{len(self.text)} characters hidden>)"
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelEndpoint:
+    """Another model that episodes ask, e.g. a simulated user; `key_variable` says where its key is looked for."""
+
+    url: str
+    model: str = ""
+    key: str = dataclasses.field(default="", repr=False)
+    key_variable: str = ""
+
+
 class EnvironmentError(Exception):
     """The environment itself failed (not the policy): the episode is an `environment_error`, never reward 0."""
 
@@ -149,6 +159,7 @@ class Environment(abc.ABC):
     def __init__(self, config: EnvironmentConfig, max_turns: int):
         self.config = config
         self.max_turns = max_turns
+        self.turn_limit = max_turns  # of the current task; `reset` may lower it
 
     @classmethod
     @abc.abstractmethod
@@ -199,6 +210,11 @@ class Environment(abc.ABC):
     def check(cls, config: Any) -> None:
         """Called before a run: raises ValueError for what episodes need and do not find, e.g. an endpoint."""
         return None
+
+    @classmethod
+    def endpoints(cls, config: Any) -> Mapping[str, ModelEndpoint]:
+        """The other models that episodes ask, by role ("user", "judge"); `rti doctor` asks each once."""
+        return {}
 
     @classmethod
     def rehearsal(cls, config: Any, max_turns: int) -> "Environment":

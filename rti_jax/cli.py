@@ -75,6 +75,8 @@ app = typer.Typer(
 
     rti train configs/quickstart.yaml --dry-run  print every key with its value and stop
 
+    rti doctor configs/quickstart.yaml           what a run needs, looked over before it
+
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export
 
     rti report runs/quickstart                   curves and tables as one HTML file
@@ -264,6 +266,34 @@ def validate(
     from rti_jax import validate as command
 
     _exit(command.main(resolved, limit=limit, seconds=seconds))
+
+
+@app.command()
+def doctor(
+    ctx: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave out what needs vLLM.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of lines.")] = False,
+) -> None:
+    """Look over everything that a run needs, before it.
+
+    Template, stop ids, padding and tool calls on the model's own tokenizer; endpoints and their keys; tasks; context
+    against turns; evidence that must not reach a training row; disk; then with vLLM: engine against learner, a weight
+    update, one episode, one judged sample. Each line is ok, a warning, a failure or not applicable, and says what to
+    do; exit code 1 if anything fails.
+
+    [bold]Examples[/bold]
+
+    rti doctor configs/quickstart.yaml
+
+    rti doctor configs/navigation_qwen3_8b.yaml model.path=/models/Qwen3-8B --fast
+    """
+    resolved = _load(config, overrides)
+    _launch(ctx)
+    from rti_jax import doctor as command
+
+    _exit(command.main(resolved, fast=fast, as_json=as_json))
 
 
 @app.command()

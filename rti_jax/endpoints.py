@@ -199,15 +199,15 @@ class ChatEndpoint:
 
     Args:
       url: base URL, with /v1. model: name there; empty takes the endpoint's first.
-      The API key is $OPENAI_API_KEY, or none.
+      key: API key; empty is $OPENAI_API_KEY, or none.
     """
 
-    def __init__(self, url: str, model: str = "", *, timeout: float = 300.0, retries: int = 2):
+    def __init__(self, url: str, model: str = "", *, key: str = "", timeout: float = 300.0, retries: int = 2):
         import openai
 
         self.url, self.model = url, model
         self._loop = LoopThread()
-        key = os.environ.get("OPENAI_API_KEY", "none")
+        key = key or os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries)
         self._finalizer = weakref.finalize(self, _close, self._loop, [self._client])
 

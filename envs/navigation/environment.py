@@ -76,7 +76,6 @@ class Navigation(Environment):
                 f"env.max_turns={max_turns} is too few: {config.places[1]} places (env.places) with "
                 f"env.calls_per_turn={config.calls_per_turn} need {needed} turns"
             )
-        self.turn_limit = max_turns
         self.turns = 0
 
     @classmethod

@@ -6,7 +6,7 @@ first, only the user ends the dialogue (by a marker), ten failed tool calls or t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from envs.base import (
@@ -16,6 +16,7 @@ from envs.base import (
     EnvironmentError,
     Evidence,
     Message,
+    ModelEndpoint,
     Observation,
     Outcome,
     StepResult,
@@ -78,6 +79,18 @@ class Tau2(Environment):
                 f"tasks of {domain.name} in this release of τ²-bench are graded by a judge: set env.judge.url or "
                 "RTI_JUDGE_URL"
             )
+
+    @classmethod
+    def endpoints(cls, config: Tau2Config) -> Mapping[str, ModelEndpoint]:
+        asked = {"user": config.user}
+        if any(map(grading.needs_judge, domains.load(config.domain).tasks.values())):
+            asked["judge"] = config.judge
+        found = {}
+        for role, endpoint in asked.items():
+            url, model, key = resolve(endpoint, role)
+            variable = f"RTI_{role.upper()}_API_KEY or OPENAI_API_KEY"
+            found[role] = ModelEndpoint(url, model, "" if key == "none" else key, variable)
+        return found
 
     @classmethod
     def rehearsal(cls, config: Tau2Config, max_turns: int) -> "Tau2":
