@@ -1,20 +1,19 @@
 """A Hugging Face model folder on disk: safetensors files read in parts, and a complete folder written at once."""
 
 import contextlib
-import fnmatch
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  numpy learns bfloat16
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+
+from models.safetensors_file import DTYPES, Entry, Layout, Writer
 
 SHARD_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
@@ -34,39 +33,51 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, or all; [] if there are none.
+
+    Raises ValueError that names files which the index has and the folder has not.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if (path / INDEX).is_file():
+        listed = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        if absent := sorted(listed - {f.name for f in files}):
+            raise ValueError(f"{path}: the weight index names files that are not there: {', '.join(absent)}")
+        return [path / name for name in sorted(listed)]
+    return files
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of all tensors of a folder; [] if it has no weights."""
+    return [name for file in weight_files(path) for name in Layout(file).entries]
+
+
 class Reader(contextlib.ExitStack):
-    """The tensors of all safetensors files of a folder, by name; parts are read from disk when asked for."""
+    """The tensors of all safetensors files of a folder, by name; parts are read from disk when asked for.
+
+    Attributes:
+      entries: dtype, shape and size of every tensor.
+    """
 
     def __init__(self, path: Path):
         super().__init__()
         self.path = path
-        files = sorted(path.glob("*.safetensors"))
-        if (path / INDEX).is_file():
-            listed = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-            if absent := sorted(listed - {f.name for f in files}):
-                raise ValueError(f"{path}: the weight index names files that are not there: {', '.join(absent)}")
-            files = [path / name for name in sorted(listed)]
-        if not files:
+        if not (files := weight_files(path)):
             raise ValueError(f"{path} has no *.safetensors weights")
-        self._files = {}
+        self._files, self._layouts = {}, {}
+        self.entries: dict[str, Entry] = {}
         for file in files:
-            handle = self.enter_context(_open(file))
-            self._files.update((name, handle) for name in handle.keys())
-
-    def shapes(self, ignore: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor whose name matches none of the `ignore` patterns."""
-        kept = (n for n in self._files if not any(fnmatch.fnmatchcase(n, p) for p in ignore))
-        return {n: tuple(self._files[n].get_slice(n).get_shape()) for n in kept}
+            handle, layout = self.enter_context(_open(file)), Layout(file)
+            for name, entry in layout.entries.items():
+                self._files[name], self._layouts[name], self.entries[name] = handle, layout, entry
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, in the dtype on disk."""
         return self._files[name].get_slice(name)[index]
 
-    def matching(self, patterns: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Whole tensors whose name matches one of the patterns, in the dtype on disk."""
-        for name, handle in self._files.items():
-            if any(fnmatch.fnmatchcase(name, p) for p in patterns):
-                yield name, handle.get_tensor(name)
+    def data(self, name: str) -> np.ndarray:
+        """The bytes of a whole tensor, mapped, not read."""
+        return self._layouts[name].data(name)
 
 
 def _open(file: Path):
@@ -80,17 +91,16 @@ def write(
     out: Path,
     *,
     config: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    entries: Mapping[str, Entry],
     tensors: Iterable[tuple[str, np.ndarray]],
-    dtype: str,
     source: Path | None,
-    copied: Sequence[str] = (),
+    passed: Callable[[str], bool] | None = None,
 ) -> Path:
     """Writes a model folder beside `out` and renames it when complete. Only the first process writes.
 
     Args:
-      shapes: of all `tensors`, in their order; decides the files before the first tensor arrives.
-      copied: patterns of tensors of `source` that are copied as they are.
+      entries: of all `tensors`, in their order; decides the files before the first tensor arrives.
+      passed: says of a name whether that tensor of `source` is copied as it is; None copies none.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
         raise ValueError(f"{out} exists and is not a model folder; choose another output folder")
@@ -105,8 +115,14 @@ def write(
         if source:
             _copy_companions(source, temporary)
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        extra = _untrained(source, copied)
-        _write_tensors(temporary, shapes, tensors, np.dtype(dtype), extra)
+        encoded = ((n, a.astype(DTYPES[entries[n].dtype])) for n, a in tensors)
+        with contextlib.ExitStack() as stack:
+            extra: dict[str, Entry] = {}
+            if passed and source and weight_files(source):
+                reader = stack.enter_context(Reader(source))
+                extra = {n: e for n, e in reader.entries.items() if passed(n)}
+                encoded = itertools.chain(encoded, ((n, reader.data(n)) for n in extra))
+            _write_tensors(temporary, {**entries, **extra}, encoded)
         _replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -124,26 +140,20 @@ def _copy_companions(source: Path, out: Path) -> None:
         shutil.copytree(templates, out / templates.name)
 
 
-def _untrained(source: Path | None, patterns: Sequence[str]) -> dict[str, np.ndarray]:
-    if not source or not patterns:
-        return {}
-    with Reader(source) as reader:
-        return dict(reader.matching(patterns))
-
-
-def _write_tensors(out, shapes, tensors, dtype: np.dtype, extra: Mapping[str, np.ndarray]) -> None:
-    sizes = {n: int(np.prod(s)) * dtype.itemsize for n, s in shapes.items()}
-    sizes |= {n: a.nbytes for n, a in extra.items()}
-    files = _plan(sizes)
-    stream = itertools.chain(((n, a.astype(dtype)) for n, a in tensors), extra.items())
-    for name, members in files.items():
-        shard = {n: np.ascontiguousarray(a) for n, a in (next(stream) for _ in members)}
-        if list(shard) != members:
-            raise ValueError(f"tensors arrived in another order than announced: {list(shard)}")
-        save_file(shard, out / name, metadata={"format": "pt"})
+def _write_tensors(out: Path, entries: Mapping[str, Entry], tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    """Files of the announced tensors, one tensor in memory at a time."""
+    files = _plan({n: e.size for n, e in entries.items()})
+    for file, members in files.items():
+        with open(out / file, "wb") as stream:
+            writer = Writer(stream, {n: entries[n] for n in members})
+            for expected in members:
+                name, array = next(tensors)
+                if name != expected or array.nbytes != entries[name].size:
+                    raise ValueError(f"{name} arrived where {expected} of {entries[expected].size} bytes was announced")
+                writer.write(name, array)
     if len(files) > 1:
-        weight_map = {n: name for name, members in files.items() for n in members}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        weight_map = {n: file for file, members in files.items() for n in members}
+        index = {"metadata": {"total_size": sum(e.size for e in entries.values())}, "weight_map": weight_map}
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

@@ -70,6 +70,55 @@ class Tensor:
         return PartitionSpec(*([None] if self.layers else []), *entries)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerTable:
+    """Makes the entries of parameters that several layers have, stacked on a leading axis.
+
+    Attributes:
+      name: Hugging Face prefix with "{}" for the layer. path: ours. layers: layer numbers, in the order of the axis.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    layers: tuple[int, ...]
+
+    def kernel(self, module: str, inputs: int, outputs: int, axes: tuple[str | None, str | None]) -> Tensor:
+        """A Linear's matrix [inputs, outputs]."""
+        return self._tensor(module, "kernel", "weight", (inputs, outputs), axes, transpose=True)
+
+    def bias(self, module: str, size: int, axis: str | None) -> Tensor:
+        """A Linear's bias."""
+        return self._tensor(module, "bias", "bias", (size,), (axis,))
+
+    def scale(self, module: str, size: int) -> Tensor:
+        """A norm's scale."""
+        return self._tensor(module, "scale", "weight", (size,), (None,))
+
+    def conv(self, module: str, taps: int, channels: int) -> Tensor:
+        """A depthwise convolution's kernel [taps, 1, channels]."""
+        return self._tensor(module, "kernel", "weight", (taps, 1, channels), (None, None, "heads"), transpose=True)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A parameter that is no module's weight."""
+        return Tensor((*self.path, *name.split(".")), f"{self.name}.{name}", (size,), (None,), layers=self.layers)
+
+    def _tensor(self, module, leaf, hf_leaf, shape, axes, transpose=False) -> Tensor:
+        path = (*self.path, *module.split("."), leaf)
+        return Tensor(path, f"{self.name}.{module}.{hf_leaf}", shape, axes, transpose, self.layers)
+
+
+def embedding(name: str, vocabulary: int, width: int) -> Tensor:
+    return Tensor(("embed_tokens", "embedding"), f"{name}.weight", (vocabulary, width), ("vocab", "embed"))
+
+
+def final_norm(name: str, width: int) -> Tensor:
+    return Tensor(("norm", "scale"), f"{name}.weight", (width,), (None,))
+
+
+def head(vocabulary: int, width: int) -> Tensor:
+    return Tensor(("lm_head", "kernel"), "lm_head.weight", (width, vocabulary), ("embed", "vocab"), True)
+
+
 def shardings(tensors: tuple[Tensor, ...], mesh: Mesh | None) -> Params:
     """Sharding of every parameter, as a nested dict shaped like the parameters."""
     if mesh is None:

@@ -16,9 +16,13 @@ from renderers import ParsedToolCall, ToolCallParseStatus, config_from_name, cre
 
 from envs.base import AssistantTurn, Message, ToolCall
 from rti_jax.config import ConfigError
+from rti_jax.template_renderer import TemplateRenderer
 
-# Template family of each `model_type` of a Hugging Face config.json.
+# Template family of each `model_type` of a Hugging Face config.json; TEMPLATE is the tokenizer's own chat template.
+TEMPLATE = "template"
 RENDERERS = {
+    "llama": TEMPLATE,  # or Llama 3's, by its tokens: SmolLM2 and many others share this model_type
+    "qwen2": TEMPLATE,
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
     "qwen3_5": "qwen3.5",
@@ -250,14 +254,22 @@ class Chat:
 
 
 def _renderer(tokenizer, name: str, thinking: bool):
-    config = config_from_name(name)
-    if "enable_thinking" in type(config).model_fields:
-        config = config.model_copy(update={"enable_thinking": thinking})
+    if name == TEMPLATE and _has(tokenizer, "<|start_header_id|>"):
+        name = "llama-3"
     try:
+        if name == TEMPLATE:
+            return TemplateRenderer(tokenizer, thinking)
+        config = config_from_name(name)
+        if "enable_thinking" in type(config).model_fields:
+            config = config.model_copy(update={"enable_thinking": thinking})
         return create_renderer(tokenizer, config)
     except Exception as error:  # the library asserts each special token
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"the tokenizer does not fit the {name} chat template: {cause}") from error
+
+
+def _has(tokenizer, token: str) -> bool:
+    return tokenizer.convert_tokens_to_ids(token) not in (None, tokenizer.unk_token_id)
 
 
 def _generation_stop_ids(folder: pathlib.Path) -> list[int]:

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from models.safetensors_file import DTYPES, TAGS
 from rti_jax import weight_sync
 from rti_jax.config import Config
 
@@ -42,8 +43,10 @@ def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict
     if on_cpu:
         # A prompt must not be split over steps: torch's CPU generators have no offset, so a seeded request dies then.
         args |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 16384), "enforce_eager": True}
+        if _linear_layers(text):
+            args["enable_prefix_caching"] = False  # vLLM keeps the states of prefixes only where it may split prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            args["kv_cache_memory_bytes"] = _cache_bytes(text, sequences * length, config.model.dtype)
+            args["kv_cache_memory_bytes"] = _cache_bytes(text, sequences, length, config.model.dtype)
     else:
         args["gpu_memory_utilization"] = config.engine.memory_fraction
     args |= config.engine.args
@@ -56,13 +59,23 @@ def text_config(model_path: pathlib.Path) -> dict[str, Any]:
     return model.get("text_config", model)
 
 
-def _cache_bytes(text: Mapping[str, Any], tokens: int, dtype: str) -> int:
-    """Key/value cache for twice the tokens that can be in flight: the second half keeps prefixes."""
+def _linear_layers(text: Mapping[str, Any]) -> int:
+    """Layers with a recurrent state in the place of keys and values."""
+    return list(text.get("layer_types") or ()).count("linear_attention")
+
+
+def _cache_bytes(text: Mapping[str, Any], sequences: int, length: int, dtype: str) -> int:
+    """Cache for twice what can be in flight: the second half keeps prefixes."""
+    size, linear = DTYPES[TAGS[dtype]].itemsize, _linear_layers(text)
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    per_token = 2 * text["num_hidden_layers"] * heads * width * weight_sync.DTYPES[dtype][1].itemsize
+    per_token = 2 * (text["num_hidden_layers"] - linear) * heads * width * size
+    per_sequence = 0
+    if linear:  # every layer's page is as large as a state, which is float32
+        state = text["linear_num_value_heads"] * text["linear_key_head_dim"] * text["linear_value_head_dim"] * 4
+        per_sequence = 2 * text["num_hidden_layers"] * state
     least, most = CPU_CACHE_BYTES
-    return max(least, min(most, 2 * tokens * per_token))
+    return max(least, min(most, 2 * sequences * (length * per_token + per_sequence)))
 
 
 @contextlib.contextmanager

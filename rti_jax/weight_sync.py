@@ -12,27 +12,23 @@ The order of an update, and why (each step's absence is a fault seen in practice
 
 import contextlib
 import fcntl
-import json
-import math
 import os
 import pathlib
 import shutil
-import struct
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-import ml_dtypes
 import numpy as np
 
+from models.safetensors_file import DTYPES, TAGS, Entry, Writer
 from rti_jax.engine_errors import EngineError, StaleVersionError, WeightMismatchError
 
 BACKEND = "rti_shared_memory"  # name in vLLM's registry of weight transfer backends
 OWNED_ENGINE = "RTI_JAX_OWNED_ENGINE"  # environment variable: set in engine processes that a trainer started
 PREFIX = "rti_jax_weights_"
 SHARED_MEMORY = pathlib.Path("/dev/shm")
-DTYPES = {"float32": ("F32", np.dtype(np.float32)), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", ".embed_tokens.weight"  # the latter after "model" or "model.language_model"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -70,24 +66,20 @@ def expected_shapes(model_path: str | os.PathLike) -> Shapes:
 
     folder = pathlib.Path(model_path)
     try:
+        model = hf.describe(folder)
         with checkpoint_folder.Reader(folder) as reader:
-            shapes = reader.shapes(ignore=hf.family(checkpoint_folder.read_config(folder)["model_type"]).UNTRAINED)
+            shapes = {n: e.shape for n, e in reader.entries.items() if not model.untrained(n)}
     except ValueError as error:
         raise EngineError(str(error)) from error
-    if is_tied(folder):
+    if model.config.tie_word_embeddings:
         shapes.pop(HEAD, None)
     return shapes
 
 
-def is_tied(model_path: str | os.PathLike) -> bool:
-    """True if the model's head is its embedding."""
-    config = json.loads((pathlib.Path(model_path) / "config.json").read_text())
-    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
-
-
 def aliases(expected: Shapes) -> dict[str, str]:
     """Extra names that the engine must load for a tied model: the head, from the embedding."""
-    return {HEAD: EMBEDDING} if HEAD not in expected and EMBEDDING in expected else {}
+    embedding = next((name for name in expected if name.endswith(EMBEDDING)), None)
+    return {HEAD: embedding} if HEAD not in expected and embedding else {}
 
 
 def check_names(sent: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -124,34 +116,23 @@ def payload(
     Raises:
       WeightMismatchError: before the body runs.
     """
-    tag, np_dtype = DTYPES[dtype]
-    size = sum(math.prod(shape) for shape in expected.values()) * np_dtype.itemsize
-    folder = pathlib.Path(directory) if directory else _roomy_folder(size)
+    entries = {name: Entry.of(TAGS[dtype], shape) for name, shape in expected.items()}
+    folder = pathlib.Path(directory) if directory else _roomy_folder(sum(e.size for e in entries.values()))
     _remove_abandoned(folder)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX, suffix=".safetensors") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # marks the file as in use, also across containers
-        check_names(_write(stream, tensors, expected, tag, np_dtype), expected)
+        check_names(_write(stream, tensors, entries), expected)
         stream.flush()
         yield pathlib.Path(stream.name)
 
 
-def _write(stream, tensors, expected: Shapes, tag: str, dtype: np.dtype) -> Shapes:
-    """Writes header and data for `expected` names; returns the shapes seen. Tensors that do not fit are not written."""
-    header, position = {}, 0
-    for name, shape in expected.items():
-        end = position + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    stream.write(struct.pack("<Q", len(text)) + text)
-    base, sent = stream.tell(), {}
+def _write(stream, tensors, entries: Mapping[str, Entry]) -> Shapes:
+    """Writes header and data of `entries`; returns the shapes seen. Tensors that do not fit are not written."""
+    writer, sent = Writer(stream, entries), {}
     for name, tensor in tensors:
         sent[name] = tuple(tensor.shape)
-        if expected.get(name) == sent[name]:
-            stream.seek(base + header[name]["data_offsets"][0])
-            # ml_dtypes' casts and contiguity are numpy's: to nearest even, row-major.
-            stream.write(np.ascontiguousarray(tensor, dtype).view(np.uint8).data)
+        if name in entries and entries[name].shape == sent[name]:
+            writer.write(name, np.asarray(tensor, DTYPES[entries[name].dtype]))  # to nearest even
     return sent
 
 

@@ -1,9 +1,12 @@
 """Token-exact conversations: prompts against the template itself, sampled ids kept, completions never raise."""
 
 import functools
+import importlib.util
 import os
+import pathlib
 
 import pytest
+from tokenizers import AddedToken
 
 from envs.base import AssistantTurn, ToolCall
 from rti_jax.chat import Chat
@@ -207,6 +210,138 @@ class TestParse:
         later = chat.extend(prompt, response, RESULT, TOOLS)
         ids = [chat.parse(p, response, TOOLS).turn.tool_calls[0].id for p in (prompt, later)]
         assert ids[0] != ids[1]
+
+
+def shipped_template(name):
+    """A published chat template, as trl carries it."""
+    spec = importlib.util.find_spec("trl")
+    folder = os.environ.get("RTI_CHAT_TEMPLATES") or (spec and pathlib.Path(spec.origin).parent / "chat_templates")
+    if not folder:
+        pytest.skip("RTI_CHAT_TEMPLATES names no folder with trl's chat templates, and trl is not installed")
+    return (pathlib.Path(folder) / f"{name}.jinja").read_text()
+
+
+def bytes_with(template, *more):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in more])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+LLAMA3 = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+)
+# Qwen2.5's layout, in short; a user's folder brings its own.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
+    "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}{{ m.content or '' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "book",
+            "description": "Books.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "nights": {"type": "integer"},
+                    "price": {"type": "number"},
+                    "rooms": {"type": "array", "items": {"type": "object"}},
+                },
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": "Zürich <b>\n10", "nights": 3, "price": 2.5, "rooms": [{"beds": 2, "view": "lake"}]}
+
+
+class TestOtherFamilies:
+    """Each family's format of thinking and calls: rendered as its template does, parsed back."""
+
+    @pytest.fixture(params=["qwen3_5", "qwen2", "chatml", "llama3"])
+    def chat(self, request):
+        if request.param == "qwen3_5":
+            return Chat(bytes_with(shipped_template("qwen3_5_think"), *VISION), "qwen3_5", True)
+        if request.param == "llama3":
+            dated = "{% set date_string = '26 Jul 2024' %}" + shipped_template("llama3_2")  # not today's
+            tokenizer = bytes_with(dated, *LLAMA3)
+            tokenizer.bos_token = "<|begin_of_text|>"
+            return Chat(tokenizer, "llama", False)
+        template = CHATML if request.param == "chatml" else shipped_template("qwen2_5")
+        return Chat(bytes_with(template), "llama" if request.param == "chatml" else "qwen2", False)
+
+    def test_start_is_the_template(self, chat):
+        assert chat.start(START, TYPED) == template(chat, START, TYPED)
+        assert chat.start(START) == template(chat, START, None)
+
+    def test_turns_parse_back(self, chat):
+        turn = AssistantTurn(
+            "" if "eot" in str(chat.decode([chat.end_id])) else "I book.", (ToolCall("book", ARGUMENTS),)
+        )
+        ids = chat.encode_turn(turn, reasoning="Two." if chat.thinking else "")
+        assert ids[-1] == chat.end_id and ids.count(chat.end_id) == 1
+        parsed = chat.parse(chat.start(START, TYPED), ids, TYPED)
+        assert [(c.name, c.arguments) for c in parsed.turn.tool_calls] == [("book", ARGUMENTS)]
+        assert (parsed.turn.content, parsed.complete, parsed.malformed) == (turn.content, True, None)
+        assert parsed.reasoning == ("Two." if chat.thinking else "")
+
+    def test_a_tool_result_extends_the_sampled_ids_as_the_template_does(self, chat):
+        turn = AssistantTurn("", (ToolCall("look", {"name": "Ada"}, id="c"),))
+        response = chat.encode_turn(turn, reasoning="Why." if chat.thinking else "")
+        prompt = chat.start(START, TOOLS)
+        extended = chat.extend(prompt, response, RESULT, TOOLS)
+        assert extended[: len(prompt) + len(response)] == prompt + response
+        message = turn.as_message() | ({"reasoning_content": "Why."} if chat.thinking else {})
+        assert extended == template(chat, [*START, message, *RESULT])
+
+    def test_a_user_message_follows(self, chat):
+        response, user = chat.encode_turn(AssistantTurn("Where?"), "Hm." if chat.thinking else ""), {"role": "user"}
+        prompt, new = chat.start(START), [user | {"content": "Bern."}]
+        history = [*START, {"role": "assistant", "content": "Where?"}]
+        after = chat.extend(prompt, response, new, history=history)
+        assert chat.decode(after).endswith(chat.decode(chat.start([*START, *new])[-len(chat.generation_prompt) - 10 :]))
+        if not chat.thinking:
+            assert after[: len(prompt) + len(response)] == prompt + response
+        truncated = chat.extend(prompt, response[:3], new, history=history)
+        if not chat.thinking:
+            assert truncated[: len(prompt) + 4] == (*prompt, *response[:3], chat.end_id)
+
+    @pytest.mark.parametrize("thinking", [True, False])
+    def test_qwen3_5_opens_thinking_in_the_prompt(self, thinking):
+        chat = Chat(bytes_with(shipped_template("qwen3_5_think"), *VISION), "qwen3_5", thinking)
+        assert chat.start(START, TYPED) == template(chat, START, TYPED)
+        assert chat.decode(chat.generation_prompt).endswith("<think>\n" if thinking else "<think>\n\n</think>\n\n")
+        xml = "<tool_call>\n<function=book>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+        text = ("I think of " + xml + "</think>\n\n" if thinking else "") + xml + "<|im_end|>"
+        parsed = chat.parse(chat.start(START, TYPED), chat.tokenizer.encode(text), TYPED)
+        assert [(c.name, c.arguments) for c in parsed.turn.tool_calls] == [("book", {"city": "Bern"})]
+        broken = chat.parse(chat.start(START, TYPED), chat.tokenizer.encode(text.replace("<function=book>", "")), TYPED)
+        assert broken.malformed and broken.turn.tool_calls[0].arguments is None
+
+    def test_a_template_that_drops_thinking_renders_afresh(self):
+        from tiny_models import CHAT_TEMPLATE
+
+        chat = Chat(bytes_with(CHAT_TEMPLATE), "qwen2", True)
+        prompt, response = chat.start(START), chat.encode_text("<think>\nU\n</think>\n\nWhere?")
+        with pytest.raises(ValueError, match="history"):
+            chat.extend(prompt, response, [{"role": "user", "content": "Bern."}])
+        assert chat.extend(prompt, response, RESULT)[: len(prompt) + len(response)] == prompt + response
+
+    def test_without_a_template(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        with pytest.raises(ConfigError, match="does not fit the template chat template: .*chat_template"):
+            Chat(tokenizer, "qwen2", False)
 
 
 class TestFolder:

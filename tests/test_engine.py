@@ -163,6 +163,16 @@ class TestStart:
         assert args["gpu_memory_utilization"] == 0.3
         assert "enforce_eager" not in args
 
+    def test_a_hybrid_keeps_no_prefixes_on_cpu_and_has_room_for_its_states(self, tmp_path):
+        kinds = ["linear_attention", "full_attention"]
+        text = dict(num_hidden_layers=2, layer_types=kinds, num_key_value_heads=2, head_dim=32, num_attention_heads=4)
+        text |= dict(linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+        args = vllm_settings.arguments(tmp_path, config(), on_cpu=True)
+        assert args["enable_prefix_caching"] is False  # vLLM would refuse to start
+        assert args["kv_cache_memory_bytes"] == 2 * 128 * (512 * (2 * 1 * 2 * 32 * 4) + 2 * 2 * 4 * 128 * 128 * 4)
+        assert vllm_settings.arguments(tmp_path, config(), on_cpu=False)["enable_prefix_caching"] is True
+
     def test_the_context_is_never_above_the_models(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
         assert vllm_settings.arguments(tmp_path, config(), on_cpu=False)["max_model_len"] == 128

@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import make_qwen3
+from tiny_models import make_model, make_qwen3
 
 from models import checkpoint_folder, hf, names
 
@@ -49,6 +50,15 @@ def rewrite(folder, target, change):
     return target
 
 
+FAMILIES = ["qwen3", "qwen2", "llama", "qwen3_5_text", "qwen3_5"]
+
+
+def stored(folder):
+    """dtype, shape and bytes of every tensor of a folder."""
+    with checkpoint_folder.Reader(folder) as reader:
+        return {n: (e, bytes(reader.data(n))) for n, e in reader.entries.items()}
+
+
 class TestRoundTrip:
     def test_tensors_come_back_as_they_were(self, folder):
         model, params = hf.load(folder)
@@ -56,6 +66,37 @@ class TestRoundTrip:
         assert ours.keys() == theirs.keys()
         for name in theirs:
             assert ours[name].dtype == np.float32 and np.array_equal(ours[name], theirs[name]), name
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("model_type", FAMILIES)
+    def test_a_folder_comes_back_bit_for_bit(self, tmp_path, model_type, dtype):
+        source = make_model(tmp_path / "source", model_type, tied=dtype == "float32", dtype=dtype)
+        model, params = hf.load(source)
+        out = hf.save(model, params, tmp_path / "out")
+        assert stored(out) == stored(source)
+        for file in source.iterdir():
+            if file.suffix == ".json":
+                assert json.loads((out / file.name).read_text()) == json.loads(file.read_text()), file.name
+
+    def test_each_tensor_keeps_its_own_dtype(self, folders, tmp_path):
+        def mix(tensors):
+            tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].astype("f2")
+            norm = tensors["model.norm.weight"]
+            tensors["model.norm.weight"] = norm.astype(jnp.bfloat16)
+
+        source = rewrite(folders / "tied", tmp_path / "source", mix)
+        model, params = hf.load(source)
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(source)
+
+    def test_a_stored_copy_of_a_tied_head_is_kept_up(self, folders, tmp_path):
+        def duplicate(tensors):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+        model, params = hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
+        assert "lm_head" not in params
+        out = tensors_of(hf.save(model, jax.tree.map(lambda x: x + 1, params), tmp_path / "out"))
+        assert np.array_equal(out["lm_head.weight"], out["model.embed_tokens.weight"])
+        assert out["lm_head.weight"][0, 0] == params["embed_tokens"]["embedding"][0, 0] + 1
 
     def test_a_tied_model_has_no_head(self, folders):
         model, params = hf.load(folders / "tied")
@@ -124,6 +165,93 @@ class TestRoundTrip:
         assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
 
 
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory):
+    """As published: bfloat16 but for a few float32 tensors, in shards, with a multi-token head and a vision tower."""
+    root = tmp_path_factory.mktemp("multimodal")
+    options = dict(tied=False, dtype="bfloat16", max_shard_size="150KB", num_hidden_layers=4)
+    folder = make_model(root / "folder", "qwen3_5", **options)
+    file = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(file) | {
+        "mtp.fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3).astype(jnp.bfloat16),
+        "mtp.layers.0.mlp.up_proj.weight": np.full((2, 2), 200, np.uint8),  # whatever its dtype
+    }
+    tensors |= {n: t.astype(np.float32) for n, t in tensors.items() if n.endswith("A_log")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((folder / checkpoint_folder.INDEX).read_text())
+    index["weight_map"] |= {name: file.name for name in tensors}
+    (folder / checkpoint_folder.INDEX).write_text(json.dumps(index))
+    (folder / "preprocessor_config.json").write_text('{"size": 3}')
+    return folder
+
+
+class TestMultimodal:
+    def test_text_is_trained_and_the_rest_comes_back_byte_for_byte(self, multimodal, tmp_path):
+        model, params = hf.load(multimodal)
+        assert model.model_type == "qwen3_5" and model.config.num_hidden_layers == 4
+        out = hf.save(model, jax.tree.map(lambda x: x * 1.5 + 0.1, params), tmp_path / "out")
+        before, after = stored(multimodal), stored(out)
+        assert after.keys() == before.keys()
+        trained = dict(hf.to_hf(model, params))
+        for name in before:
+            assert before[name][0] == after[name][0], name  # dtype and shape, of each tensor its own
+            assert (before[name] != after[name]) is (name in trained), name
+        rest = before.keys() - trained.keys()
+        assert {n.split(".")[1] for n in rest if n.startswith("model.")} == {"visual"} and "mtp.fc.weight" in rest
+        assert json.loads((out / "config.json").read_text()) == json.loads((multimodal / "config.json").read_text())
+        assert (out / "preprocessor_config.json").read_text() == '{"size": 3}'
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_it_loads_wherever_the_original_did(self, tmp_path, tied):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        source = make_model(tmp_path / "source", "qwen3_5", tied=tied, num_hidden_layers=4)
+        model, params = hf.load(source)
+        out = hf.save(model, jax.tree.map(lambda x: x * 1.1, params), tmp_path / "out")
+        tokens = np.arange(12, dtype=np.int32)[None]
+        ours = model.hidden(*hf.load(out)[1:], tokens, tokens, np.ones_like(tokens)) @ model.head(hf.load(out)[1])
+        for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            whole, report = kind.from_pretrained(out, output_loading_info=True)
+            assert not report["missing_keys"] and not report["mismatched_keys"]
+            if kind is AutoModelForImageTextToText:
+                assert not report["unexpected_keys"]
+            with torch.no_grad():
+                theirs = whole(torch.tensor(tokens).long()).logits.numpy()
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+    def test_a_text_model_cut_out_of_a_multimodal_one_keeps_its_names(self, tmp_path):
+        """transformers writes such a folder with the multimodal names under the text model's type."""
+        from transformers import AutoModelForCausalLM
+
+        source = make_model(tmp_path / "source", "qwen3_5", num_hidden_layers=4)
+        AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "text")
+        model, params = hf.load(tmp_path / "text")
+        assert model.model_type == "qwen3_5_text" and model.stem == "model.language_model"
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(tmp_path / "text")
+
+    def test_a_renamed_text_tensor_is_an_error(self, multimodal, tmp_path):
+        import shutil
+
+        broken = shutil.copytree(multimodal, tmp_path / "broken")
+        file = sorted(broken.glob("*.safetensors"))[0]
+        tensors = load_file(file)
+        name = next(n for n in tensors if n.endswith("A_log"))
+        tensors[name.replace("A_log", "A_lag")] = tensors.pop(name)
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=rf"missing {name} \[4\]; unexpected {name[:-3]}lag \[4\]"):
+            hf.load(broken)
+
+    def test_another_dtype_is_of_the_text_only(self, multimodal, tmp_path):
+        model, params = hf.load(multimodal)
+        after = stored(hf.save(model, params, tmp_path / "out", dtype="float32"))
+        before, trained = stored(multimodal), dict(hf.to_hf(model, params))
+        assert {after[n][0].dtype for n in trained} == {"F32"}
+        assert all(before[n] == after[n] for n in before.keys() - trained.keys())
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["dtype"] == config["text_config"].get("dtype", "float32") == "float32"
+
+
 class TestSaveSafely:
     def test_an_existing_model_is_replaced_whole(self, folders, tmp_path):
         model, params = hf.load(folders / "tied")
@@ -140,7 +268,7 @@ class TestSaveSafely:
         def fail(*args, **kwargs):
             raise OSError("disk full")
 
-        monkeypatch.setattr(checkpoint_folder, "save_file", fail)
+        monkeypatch.setattr(checkpoint_folder.Writer, "write", fail)
         with pytest.raises(OSError, match="disk full"):
             hf.save(model, params, out)
         assert {f.name: f.read_bytes() for f in out.iterdir()} == before and list(tmp_path.iterdir()) == [out]
@@ -174,12 +302,32 @@ class TestLoadErrors:
         ):
             assert part in str(error.value)
 
-    def test_a_stored_copy_of_a_tied_head_is_no_error(self, folders, tmp_path):
+    def test_a_tied_head_with_other_values_is_an_error(self, folders, tmp_path):
         def duplicate(tensors):
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
-        model, params = hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
-        assert "lm_head" not in params
+        with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight, although"):
+            hf.load(rewrite(folders / "tied", tmp_path / "double", duplicate))
+
+    def test_buffers_of_old_folders_pass_through(self, folders, tmp_path):
+        name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        source = rewrite(folders / "tied", tmp_path / "old", lambda t: t.update({name: np.arange(4, dtype="f4")}))
+        model, params = hf.load(source)
+        assert stored(hf.save(model, params, tmp_path / "out")) == stored(source)
+
+    def test_weights_that_are_no_floats_are_named(self, folders, tmp_path):
+        def quantize(tensors):
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+
+        with pytest.raises(ValueError, match="model.norm.weight is stored as I8, which is none of F32, BF16, F16"):
+            hf.load(rewrite(folders / "tied", tmp_path / "bad", quantize))
+
+    def test_quantized_folders_are_refused(self, folders, tmp_path):
+        source = rewrite(folders / "tied", tmp_path / "bad", lambda t: None)
+        raw = json.loads((source / "config.json").read_text()) | {"quantization_config": {"bits": 4}}
+        (source / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ValueError, match="quantization_config"):
+            hf.load(source)
 
     def test_missing_things_are_named(self, folders, tmp_path):
         with pytest.raises(ValueError, match="nowhere does not exist"):
@@ -213,6 +361,27 @@ class TestLoadErrors:
         )
         with pytest.raises(ValueError, match="rope type 'longrope' is not supported"):
             hf.load(tmp_path)
+
+
+class TestMemory:
+    def test_one_layer_at_a_time(self, tmp_path):
+        """What the host holds beside the parameters themselves, which on CPU are its own."""
+        sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=16, vocab_size=64)
+        source = make_qwen3(tmp_path / "source", tied=True, tokenizer=False, eos_token_id=1, pad_token_id=0, **sizes)
+        total = (source / "model.safetensors").stat().st_size
+        largest = 4 * 256 * 512
+        assert total > 50 * largest
+        model, params = hf.load(source)  # compiles, and leaves what stays
+
+        def peak(run):
+            tracemalloc.start()
+            run()
+            highest = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return highest
+
+        assert peak(lambda: hf.load(source)) < 5 * largest
+        assert peak(lambda: hf.save(model, params, tmp_path / "out")) < 5 * largest
 
 
 class TestInit:
@@ -255,9 +424,16 @@ class TestSharding:
         assert tuple(uneven.spec(mesh)) == (None, None)
 
     @pytest.mark.slow
-    def test_eight_devices(self, folders):
+    @pytest.mark.parametrize("family", ["dense", "hybrid"])
+    def test_eight_devices(self, folders, tmp_path, family):
         """Shards, logits, gradients, saved tensors and log-probabilities equal one device's."""
-        script = EIGHT_DEVICES.replace("FOLDER", repr(str(folders / "untied")))
+        folder, script = folders / "untied", EIGHT_DEVICES
+        if family == "hybrid":
+            kinds = ["linear_attention", "full_attention"]
+            folder = make_model(tmp_path / "hybrid", "qwen3_5_text", tied=False, num_hidden_layers=2, layer_types=kinds)
+            script = script.replace('["self_attn"]["q_proj"]', '["layer_0"]["linear_attn"]["in_proj_qkv"]')
+            script = script.replace("(2, 32, 64)", "(1, 32, 80)")
+        script = script.replace("FOLDER", repr(str(folder)))
         environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": "."}
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | environment, timeout=300

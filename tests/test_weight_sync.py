@@ -80,7 +80,7 @@ class TestPayload:
         assert ("lm_head.weight" in shapes) is (not tied)
         assert len(shapes) == 2 * 11 + 2 + (not tied)
         assert shapes["model.layers.1.self_attn.q_proj.weight"] == (128, 64)
-        assert weight_sync.aliases(shapes) == ({weight_sync.HEAD: weight_sync.EMBEDDING} if tied else {})
+        assert weight_sync.aliases(shapes) == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
     def test_a_folder_without_weights_is_named(self, tmp_path):
         with pytest.raises(EngineError, match=f"{tmp_path}"):

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 folders, as transformers writes them, for parity tests: no download, a second to make.
+"""Tiny random folders of every family, as transformers writes them, for parity tests: no download, a second to make.
 
 Weights are drawn at a standard deviation of 0.2: at the usual 0.02 a wrong rotary base or a missing norm moves hardly
 any logit past a test's tolerance. Norm scales are drawn around 1, so that a norm that is skipped or swapped shows.
@@ -92,54 +92,71 @@ def byte_tokenizer():
     return fast
 
 
-def make_qwen3(
+def make_qwen3(path, **options: Any) -> pathlib.Path:
+    """`make_model` of a Qwen3."""
+    return make_model(path, "qwen3", **options)
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    rope_theta=10_000.0,
+    bos_token_id=None,
+    eos_token_id=BYTES + SPECIAL_TOKENS.index("<|im_end|>"),
+    pad_token_id=BYTES + SPECIAL_TOKENS.index("<|endoftext|>"),
+)
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},  # heads * head_dim differs from the width
+    "qwen2": {},
+    "llama": {"head_dim": 32},
+    "qwen3_5_text": {
+        "num_hidden_layers": 8,  # two units
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+}
+
+FAMILY_SIZES["qwen3_5"] = FAMILY_SIZES["qwen3_5_text"]
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
+
+
+def make_model(
     path,
+    model_type: str,
     *,
     tied: bool = True,
     seed: int = 0,
     std: float = 0.2,
     tokenizer: bool = True,
     max_shard_size: str = "5GB",
+    dtype: str = "float32",
     **config_overrides: Any,
 ) -> pathlib.Path:
-    """Writes a random Qwen3 to the folder `path`: weights, config, generation_config and, if asked, the tokenizer.
+    """Writes a random model to the folder `path`: weights, config, generation_config and, if asked, the tokenizer.
 
-    Two layers, width 64, 4 heads over 2 key/value heads of 32 (so heads * head_dim differs from the width), mlp 128;
-    `config_overrides` are fields of transformers' Qwen3Config; a small `max_shard_size` ("100KB") gives a sharded
-    folder with an index. The same arguments give the same weights.
+    Two layers (Qwen3.5: eight), width 64, 4 heads over 2 key/value heads, mlp 128; `config_overrides` are fields of
+    transformers' (text) config of that `model_type`; "qwen3_5" is multimodal, with a vision tower; a small
+    `max_shard_size` ("100KB") gives a sharded folder with an index. The same arguments give the same weights.
 
     Returns:
       The folder, as a Path.
     """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    fields: dict[str, Any] = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_theta=10_000.0,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=BYTES + SPECIAL_TOKENS.index("<|im_end|>"),
-        pad_token_id=BYTES + SPECIAL_TOKENS.index("<|endoftext|>"),
-    )
+    fields = SIZES | FAMILY_SIZES[model_type] | {"tie_word_embeddings": tied}
     if "rope_parameters" in config_overrides:
         del fields["rope_theta"]
-    model = Qwen3ForCausalLM(Qwen3Config(**fields | config_overrides)).float()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(std * noise if parameter.ndim > 1 else 1 + std * noise)
-
+    model = draw(new_model(model_type, fields | config_overrides), seed, std)
     path = pathlib.Path(path)
-    model.save_pretrained(path, max_shard_size=max_shard_size)
+    model.to(dtype=getattr(__import__("torch"), dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     ends = [BYTES + SPECIAL_TOKENS.index(t) for t in ("<|im_end|>", "<|endoftext|>")]
     generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True}
     (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
@@ -148,13 +165,49 @@ def make_qwen3(
     return path
 
 
+def new_model(model_type: str, fields: dict[str, Any]):
+    """transformers' model of these config fields, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if model_type == "qwen3_5":
+        tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
+        config = AutoConfig.for_model(model_type, text_config=dict(fields), vision_config=dict(VISION), **tied)
+        return AutoModelForImageTextToText.from_config(config).float()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).float()
+
+
+def draw(model, seed: int, std: float):
+    """Draws the parameters of a torch model: matrices around 0, vectors (norms, biases) around 1.
+
+    Of Qwen3.5, scales of norms that multiply by 1 + scale are drawn around 0, and decays between those of a head that
+    remembers and of one that forgets: a head that forgets everything reads q k of one token, and where that is nearly
+    0, its norm multiplies rounding errors in any implementation.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    hybrid = "qwen3_5" in model.config.model_type
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = std * torch.randn(parameter.shape, generator=generator)
+            if name.endswith(".A_log"):
+                parameter.copy_(torch.linspace(0.1, 8, parameter.numel()).log())
+            elif name.endswith(".dt_bias"):
+                parameter.copy_(noise - 2)
+            elif parameter.ndim > 1 or (hybrid and not name.endswith("linear_attn.norm.weight")):
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(1 + noise)
+    return model
+
+
 def reference_logprobs(path, prompt_ids, response_ids, temperature: float = 1.0):
     """transformers' float32 log-probabilities of the response's tokens, as a numpy array of its length."""
     return ReferenceModel(path).logprobs(prompt_ids, response_ids, temperature)
 
 
 class ReferenceModel:
-    """transformers' own Qwen3 in float32, loaded once."""
+    """transformers' own model in float32, loaded once."""
 
     def __init__(self, path):
         from transformers import AutoModelForCausalLM
