@@ -13,7 +13,7 @@ from rti_jax import cli, engine_errors, launcher
 from rti_jax.config import Config, ConfigError, load_config
 
 ROOT = pathlib.Path(__file__).parents[1]
-COMMANDS = ("train", "eval", "sft", "score", "export", "validate", "report")
+COMMANDS = ("train", "eval", "sft", "score", "export", "plan", "validate", "report")
 TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
 
 
