@@ -222,14 +222,33 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
         "communication_bytes_per_step": {name: round(value * microbatches) for name, value in sent.items()},
         "communication_seconds": sent["bytes"] * microbatches / chip.link,
         "changes": [] if estimated.fits else list(changes(model, config, chip)),
+        "notes": list(notes(config, chip, devices)),
     }
+
+
+def notes(config: Config, chip: Chip, devices: int) -> Iterator[str]:
+    """What a colocated engine needs to be told, whether it fits or not."""
+    if config.engine.kind != "vllm":
+        return
+    own = engine_argument(config, "tensor_parallel_size", 1) * engine_argument(config, "data_parallel_size", 1)
+    if own < devices:
+        yield (
+            f"the engine runs on {own} of {devices} devices, the others wait while it samples; "
+            f"engine.args={{tensor_parallel_size: {devices}}} or {{data_parallel_size: {devices}}} spreads it"
+        )
+    if chip.kind == "gpu":
+        left = 1 - engine_argument(config, "gpu_memory_utilization", config.engine.memory_fraction)
+        yield (
+            "by itself JAX takes three quarters of a GPU when it starts; beside the engine set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(0.05, left - 0.03):.2f}"
+        )
 
 
 def rollout_seconds(model: Any, config: Config, chip: Chip, episodes: int, episode_tokens: int) -> float | None:
     """Seconds to decode a step's episodes, bound by the memory's bandwidth: weights and caches are read for each token.
 
-    Caches count at half length. Every token counts as decoded; interventions and role calls come on top. None where the engine is elsewhere, or
-    has no room on this chip.
+    Caches count at half length. Every token counts as decoded; interventions and role calls come on top. None where the
+    engine is elsewhere, or has no room on this chip.
     """
     if config.engine.kind != "vllm":
         return None
@@ -313,7 +332,7 @@ def text(result: dict[str, Any]) -> str:
     shape, spaces = result["microbatch"], result["workspaces"]
     mesh = " ".join(f"{axis}={n}" for axis, n in result["mesh"].items() if n > 1) or "one device"
     lines = [
-        f"{result['model']}: {result['model_parameters'] / GB:.2f} billion parameters",
+        f"{result['model']}: {result['model_parameters'] / 1e6:,.1f} million parameters",
         f"{result['devices']} x {result['chip']} ({mesh}), rows of {shape['row_length']} tokens, "
         f"{shape['rows_per_device']} on each device",
         "",
@@ -340,13 +359,15 @@ def text(result: dict[str, Any]) -> str:
         "memory's bandwidth (decoding, without interventions)",
     ]
     for name, seconds in result["seconds_per_step"].items():
-        rollout = "-" if seconds["rollout"] is None else f"{seconds['rollout']:.0f}"
-        lines.append(f"  {chips.CHIPS[name].name:8} update {seconds['update']:8.0f}   rollout {rollout:>8}")
+        rollout = "-" if seconds["rollout"] is None else f"{seconds['rollout']:.4g}"
+        lines.append(f"  {chips.CHIPS[name].name:8} update {seconds['update']:>8.4g}   rollout {rollout:>8}")
     if said := result.get("compiled"):
         lines += ["", *compiled_lines(said)]
     if not result["fits"]:
         changes = result["changes"] or ["no single change makes it fit; combine fewer rows, more devices, shorter rows"]
         lines += ["", "it does not fit; any of these changes alone would do:", *(f"  {c}" for c in changes)]
+    if result["notes"]:
+        lines += ["", *(f"note: {note}" for note in result["notes"])]
     return "\n".join(lines)
 
 

@@ -183,6 +183,13 @@ class TestFits:
         assert not {p for p in result["parts"] if p.startswith("engine")} and result["engine_cache_tokens"] is None
         assert result["seconds_per_step"]["h20"]["rollout"] is None
 
+    def test_notes_say_how_to_share_a_gpu_and_to_use_all(self):
+        path = CONFIGS / "navigation_qwen3_8b.yaml"
+        alone, share = json.loads(rti(path, "--json").output)["notes"]
+        assert "runs on 1 of 8 devices" in alone and share.endswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.57")
+        spread = rti(path, "--json", "--chip", "v5p", "engine.args={tensor_parallel_size: 8}")
+        assert json.loads(spread.output)["notes"] == []
+
 
 class TestStep:
     def test_time_is_operations_over_what_the_chips_do(self):
