@@ -135,12 +135,12 @@ class TestMemory:
         after_parts = plan.estimate(model, after, chips.CHIPS["h20"]).parts
         assert after_parts[part] / before_parts[part] == pytest.approx(factor, rel=0.01)
 
-    def test_formula_is_within_a_tenth_of_tpus_compiler(self):
+    def test_formula_is_within_a_twentieth_of_what_tpus_compiler_said(self):
         """Recorded with libtpu 0.0.42 (docs/plan.md): the test below compiles again where libtpu is installed."""
         for (name, length), peak in COMPILED.items():
             model, config = full_size(name, length)
             parts = plan.estimate(model, config, chips.CHIPS["v5p"]).parts
-            assert plan.update_bytes(parts) == pytest.approx(peak * 2**30, rel=0.1), (name, length)
+            assert plan.update_bytes(parts) == pytest.approx(peak * 2**30, rel=0.05), (name, length)
 
 
 # Peak of `accumulate`, GiB, on v5p 2x2x2 with one row of so many tokens on each device.
