@@ -21,12 +21,15 @@ TOPOLOGIES = {
     "TPU v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4"},
     "TPU v6e": {1: "v6e:1x1", 4: "v6e:2x2", 8: "v6e:2x4", 16: "v6e:4x4", 32: "v6e:4x8", 64: "v6e:8x8"},
 }
-# Set before the library is loaded, or it asks Google's metadata server where it is.
-ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+# Set before the library is loaded: it would ask Google's metadata server where it is, and lock out other processes,
+# although no device is used.
+ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def peak(model: Any, config: Config, chip: Chip, rows: int, length: int) -> dict[str, Any]:
     """Bytes on one device by program ("accumulate", "apply"), as the compiler reports them.
+
+    A program that the compiler finds too large for the chip has its message as "refused" instead.
 
     Args:
       model: models.hf.LanguageModel. config: mesh.fsdp resolved. rows, length: of a whole micro-batch.
@@ -70,17 +73,26 @@ def topology_mesh(config: Config, chip: Chip) -> Any:
         )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
+    jax.config.update("jax_platforms", "cpu")  # constants; with libtpu installed JAX would look for a TPU
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip.name][math.prod(shape)])
     return Mesh(np.array(topology.devices).reshape(shape), ("data", "fsdp", "tensor", "context"))
 
 
-def _report(lowered: Any) -> dict[str, float]:
+def _report(lowered: Any) -> dict[str, Any]:
+    import jax
+
     start = time.monotonic()
-    analysis = lowered.compile().memory_analysis()
+    try:
+        analysis = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"refused": str(error).splitlines()[0]}
     return {
         "peak": analysis.peak_memory_in_bytes,
         "arguments": analysis.argument_size_in_bytes,

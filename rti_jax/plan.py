@@ -56,6 +56,7 @@ def main(
     result = {"model": source, **plan(described, config, target, utilization, episode_tokens or most)}
     if compile:
         result["compiled"] = compiled(described, config, target, result)
+        result["fits"] &= not any("refused" in said for said in result["compiled"]["programs"].values())
     print(json.dumps(result, indent=2) if as_json else text(result))
     return 0 if result["fits"] else 1
 
@@ -66,8 +67,7 @@ def compiled(model: Any, config: Config, chip: Chip, result: dict[str, Any]) -> 
 
     shape = result["microbatch"]
     programs = ahead.peak(model, config, chip, microbatch_rows(config), shape["row_length"])
-    estimated = update_bytes(result["parts"])
-    return {**programs, "estimated_peak": estimated, "estimate_over_peak": estimated / programs["accumulate"]["peak"]}
+    return {"programs": programs, "estimated_peak": update_bytes(result["parts"])}
 
 
 def update_bytes(parts: dict[str, float]) -> float:
@@ -372,13 +372,15 @@ def text(result: dict[str, Any]) -> str:
 
 
 def compiled_lines(said: dict[str, Any]) -> Iterator[str]:
-    for name in ("accumulate", "apply"):
-        program = {key: value / GB for key, value in said[name].items()}
+    for name, program in said["programs"].items():
+        if "refused" in program:
+            yield f"TPU's compiler, {name}: {program['refused']}"
+            continue
         yield (
-            f"TPU's compiler, {name}: peak {program['peak']:.2f} GB (arguments {program['arguments']:.2f}, "
-            f"temporaries as laid out {program['temporaries']:.2f})"
+            f"TPU's compiler, {name}: peak {program['peak'] / GB:.2f} GB (arguments {program['arguments'] / GB:.2f}, "
+            f"temporaries as laid out {program['temporaries'] / GB:.2f}), {program['compile_seconds']:.0f} s"
         )
     yield (
-        f"formulas for accumulate: {said['estimated_peak'] / GB:.2f} GB, "
-        f"{said['estimate_over_peak'] - 1:+.1%}; optimizer and engine are no part of that program"
+        f"formulas for accumulate: {said['estimated_peak'] / GB:.2f} GB; optimizer, engine and the sum of corrected "
+        "tokens are no part of that program"
     )
