@@ -245,6 +245,55 @@ def export(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    chip: Annotated[str, typer.Option(help="h20, h100, h200, v5p or v6e.")] = "h20",
+    devices: Annotated[
+        int | None, typer.Option(help="Devices; mesh.fsdp takes what the other axes leave. Default: the mesh's.", min=1)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Shapes of a published model, qwen3-8b or qwen3.5-9b, not of model.path.")
+    ] = None,
+    utilization: Annotated[float, typer.Option(help="Share of the chip's peak that an update reaches.")] = 0.4,
+    episode_tokens: Annotated[
+        int | None, typer.Option(help="Mean tokens of an episode; default the most there can be.")
+    ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Also ask TPU's compiler (needs libtpu, no TPU).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Memory, operations, communication and time of a step before it runs; needs no accelerator, weights or vLLM.
+
+    Exit code 1 if it does not fit, with the changes that would make it fit. docs/plan.md explains the numbers.
+
+    [bold]Examples[/bold]
+
+    rti plan configs/navigation_qwen3_8b.yaml
+
+    rti plan configs/tau2_retail_qwen3_5_9b.yaml --chip h20 --devices 8 --json
+
+    rti plan configs/navigation_qwen3_8b.yaml --devices 1 rollout.groups_per_step=8
+
+    rti plan configs/navigation_qwen3_8b.yaml --chip v5p --compile engine.memory_fraction=0.3
+    """
+    resolved = _load(config, overrides)
+    from rti_jax import plan as command
+
+    _exit(
+        command.main(
+            resolved,
+            chip=chip,
+            devices=devices,
+            model=model,
+            utilization=utilization,
+            episode_tokens=episode_tokens,
+            compile=compile,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
 def validate(
     config: ConfigPath,
     overrides: Overrides = None,

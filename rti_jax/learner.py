@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rti_jax.config import Config
 from rti_jax.logprobs import token_logprobs
@@ -60,10 +60,18 @@ def row_multiple(mesh: Mesh) -> int:
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """State before the first update; moments are sharded as their parameters, everything else is replicated."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh))
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), shardings.step))
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state before the first update, from those of the parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.eval_shape(optimizer.init, params)
-    opt_state = jax.jit(optimizer.init, out_shardings=_moment_shardings(shapes, params, replicated))(params)
-    return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), replicated))
+    shardings = _moment_shardings(shapes, params, replicated)
+    opt_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return TrainState(params, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
 
 
 def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
@@ -155,6 +163,19 @@ class Update:
         """How many programs a function ("accumulate", "apply") was compiled to: one for each shape of a micro-batch."""
         return self._compiled[name]._cache_size()
 
+    def lower(self, state: TrainState, batch: TrainBatch) -> dict[str, jax.stages.Lowered]:
+        """The two programs of an update, "accumulate" and "apply", from shapes and shardings alone.
+
+        Args:
+          state: as `abstract_state` gives it. batch: arrays or their shapes on the mesh, `denominator` None.
+        """
+        if not self._compiled:
+            self._compile(state)
+        return {
+            "accumulate": self._compiled["accumulate"].lower(state.params, state.params, batch),
+            "apply": self._compiled["apply"].lower(state, state.params, jax.ShapeDtypeStruct((), jnp.float32)),
+        }
+
     def _compile(self, state: TrainState) -> None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         replicated = NamedSharding(self._mesh, PartitionSpec())
@@ -243,6 +264,20 @@ def reduce_metrics(outputs: Sequence[LossOutput], denominator: float) -> dict[st
     for name in outputs[0].maxima:
         metrics[name] = max(float(o.maxima[name]) for o in outputs)
     return metrics
+
+
+def abstract_batch(rows: int, length: int, mesh: Mesh | AbstractMesh) -> TrainBatch:
+    """Shapes, dtypes and shardings of a micro-batch as `put` places it."""
+    sharding = NamedSharding(mesh, ROWS)
+    dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "trajectory"), jnp.int32)
+    dtypes |= {"loss_mask": jnp.bool_, "author": jnp.int8, "denominator": None}
+    return TrainBatch(
+        **{
+            name: dtype and jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding)
+            for name in TrainBatch._fields
+            for dtype in (dtypes.get(name, jnp.float32),)
+        }
+    )
 
 
 def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

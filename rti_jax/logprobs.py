@@ -51,8 +51,7 @@ def token_logprobs(
     targets = jnp.roll(tokens, -1, axis=1)  # the last column wraps and is masked below
     axes = _row_axes(mesh, batch)
     shards = int(np.prod([mesh.shape[a] for a in axes], dtype=int)) if axes else 1
-    tokens_held = chunk or max(256, min(CHUNK_TOKENS, CHUNK_BYTES // 4 // head.shape[1]))
-    columns = -(-length // -(-batch * length // shards // tokens_held))
+    columns = chunk_columns(-(-batch // shards), length, head.shape[1], chunk)
     padding = -length % columns
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
@@ -70,6 +69,12 @@ def token_logprobs(
         return jnp.pad(jnp.where(continues, x[:, : length - 1], 0.0), ((0, 0), (1, 0)))
 
     return aligned(values), aligned(jax.lax.stop_gradient(entropies)) if entropy else None
+
+
+def chunk_columns(rows: int, length: int, vocabulary: int, chunk: int | None = None) -> int:
+    """Columns of a device's [rows, length] whose logits are held at a time."""
+    tokens_held = chunk or max(256, min(CHUNK_TOKENS, CHUNK_BYTES // 4 // vocabulary))
+    return -(-length // -(-rows * length // tokens_held))
 
 
 def _row_axes(mesh: Mesh | None, batch: int) -> tuple[str, ...]:

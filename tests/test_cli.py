@@ -13,7 +13,9 @@ from rti_jax import cli, engine_errors, launcher
 from rti_jax.config import Config, ConfigError, load_config
 
 ROOT = pathlib.Path(__file__).parents[1]
-COMMANDS = ("train", "eval", "sft", "score", "export", "compare", "doctor", "validate", "report", "view")
+COMMANDS = (
+    "train", "eval", "sft", "score", "export", "compare", "plan", "doctor", "validate", "report", "view",
+)  # fmt: skip
 TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
 
 

@@ -1,0 +1,161 @@
+"""Bytes that a device holds at the peak of an update, by formulas; docs/plan.md compares them with TPU's compiler.
+
+The peak is in `accumulate` (learner.py) at the longest bucket: weights and gradients, what the forward pass keeps for
+the backward pass, and the working set of what is being computed. Optimizer state and a colocated engine wait beside it.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import gated_delta, names
+from models.names import Tensor
+from rti_jax import learner
+from rti_jax.config import Config
+from rti_jax.logprobs import chunk_columns
+from rti_jax.optimizer import make_optimizer, total_updates
+
+FLOAT32 = 4
+SIZES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "auto": 2}
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def learner_parts(model: Any, config: Config, mesh: Any, rows: int, length: int) -> dict[str, float]:
+    """Bytes of the learner on one device, by what they are for; the workspace is the larger of `workspaces`.
+
+    Args:
+      model: models.hf.LanguageModel. mesh: of the run, abstract or not. rows, length: a device's part of a micro-batch.
+    """
+    params = parameters(model, mesh)
+    state = learner.abstract_state(params, make_optimizer(config.optimizer, params, total_updates(config)), mesh)
+    weights = held(state.params)
+    # Summed over micro-batches; this micro-batch's; and those of corrected tokens alone, for the norms by source.
+    gradients = 2 + bool(config.rti.enabled and config.rti.attempts)
+    return {
+        "parameters": weights,
+        "gradients": gradients * weights,
+        "optimizer": held(state.opt_state),
+        "reference": weights if config.loss.kl_beta else 0.0,
+        "compute_weights": compute_weights(model, mesh),
+        "activations": activations(model, rows * length),
+        "workspace": max(workspaces(model, mesh, rows, length).values()),
+    }
+
+
+def parameters(model: Any, mesh: Any) -> Any:
+    """Shapes and shardings of the float32 master weights."""
+    placed = names.shardings(model.tensors, mesh)
+    return names.nest(
+        {
+            t.path: jax.ShapeDtypeStruct(t.full_shape, jnp.float32, sharding=names.get(placed, t.path))
+            for t in model.tensors
+        }
+    )
+
+
+def held(tree: Any) -> float:
+    """Bytes of a pytree of shapes with shardings on one device."""
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+
+
+def count(model: Any) -> int:
+    """Parameters."""
+    return sum(math.prod(t.full_shape) for t in model.tensors)
+
+
+def compute_weights(model: Any, mesh: Any) -> float:
+    """The layers' weights in the compute dtype: XLA casts a stack once, before the loop over its layers."""
+    if model.execution.dtype == "float32":
+        return 0.0
+    layers = parameters(model, mesh)["layers"]
+    return held(layers) * SIZES[model.execution.dtype] / FLOAT32
+
+
+def activations(model: Any, tokens: int) -> float:
+    """What the forward pass keeps: each layer's input, without rematerialisation all that its gradient needs."""
+    if model.execution.remat == "full":
+        layer = model.config.hidden_size * SIZES[model.execution.dtype]
+        return float(tokens * model.config.num_hidden_layers * layer)
+    return float(tokens * sum(n * residuals(model, kind) for kind, n in layer_kinds(model.config).items()))
+
+
+def workspaces(model: Any, mesh: Any, rows: int, length: int) -> dict[str, float]:
+    """Working sets that follow each other: a layer's backward pass, and the head's."""
+    tensor, tokens = mesh.shape["tensor"], rows * length
+    return {
+        "layer": layer_workspace(model, tokens) / tensor,
+        "logits": logits_workspace(model, rows, length) / tensor,
+    }
+
+
+def layer_workspace(model: Any, tokens: int) -> float:
+    """Recomputed tensors and their gradients, and the layer's gathered weights and whole gradients."""
+    size, again = SIZES[model.execution.dtype], model.execution.remat == "full"
+
+    def of(kind: str) -> float:
+        weights = sum(math.prod(t.shape) for t in layer_tensors(model, kind))
+        return tokens * (again * residuals(model, kind) + cotangents(model, kind)) + weights * (size + FLOAT32)
+
+    return max(of(kind) for kind in layer_kinds(model.config))
+
+
+def logits_workspace(model: Any, rows: int, length: int) -> float:
+    """A chunk's logits, probabilities and their gradient, the head in the compute dtype, and its float32 gradient."""
+    c, size = model.config, SIZES[model.execution.dtype]
+    chunk = rows * chunk_columns(rows, length, c.vocab_size) * c.vocab_size
+    head, hidden = c.hidden_size * c.vocab_size, rows * length * c.hidden_size
+    return chunk * (2 * FLOAT32 + size) + head * (size + FLOAT32) + 2 * hidden * size
+
+
+def layer_kinds(config: Any) -> dict[str, int]:
+    """How many layers of each kind there are."""
+    kinds = list(getattr(config, "layer_types", ())) or [FULL] * config.num_hidden_layers
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def layer_tensors(model: Any, kind: str) -> list[Tensor]:
+    """The tensors of one layer of a kind."""
+    number = (list(getattr(model.config, "layer_types", ())) or [FULL]).index(kind)
+    return [t for t in model.tensors if number in t.layers]
+
+
+def residuals(model: Any, kind: str) -> float:
+    """Bytes per token that a layer's gradient needs of its forward pass: inputs of products, of norms and of gates."""
+    c, size = model.config, SIZES[model.execution.dtype]
+    around = size * (3 * c.hidden_size + 3 * c.intermediate_size)  # two normed inputs, their sum; gate, up, product
+    if kind == LINEAR:
+        return around + size * (3 * (2 * c.key_dim + c.value_dim) + 2 * c.value_dim) + FLOAT32 * _delta_widths(c)
+    gate = len(getattr(c, "layer_types", ())) > 0  # Qwen3.5 gates attention's output
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    return around + size * ((3 + 2 * gate) * heads + 3 * kv)  # before and after norm and rotation; output
+
+
+def cotangents(model: Any, kind: str) -> float:
+    """Bytes per token of gradients that a layer's backward pass holds at once."""
+    c, size = model.config, SIZES[model.execution.dtype]
+    mlp = size * (2 * c.hidden_size + 3 * c.intermediate_size)
+    if kind == LINEAR:
+        return max(mlp, size * 3 * c.value_dim + FLOAT32 * _delta_widths(c) / 2)
+    return mlp
+
+
+def _delta_widths(c: Any) -> float:
+    """Float32 numbers per token that the gated delta rule keeps (models/gated_delta.py, in its order)."""
+    chunk, heads = gated_delta.CHUNK, c.linear_num_value_heads
+    key, value = heads * c.linear_key_head_dim, heads * c.linear_value_head_dim
+    states = key * c.linear_value_head_dim / chunk  # one at the start of each chunk
+    within = 5 * heads * chunk  # decays, system, inverse, products of keys, scores
+    return 2 * c.key_dim + 5 * value + 4 * key + within + states
+
+
+def cache_bytes(model: Any, dtype: str) -> tuple[float, float]:
+    """(bytes per token, bytes per sequence) that an engine keeps: keys and values, and states of linear layers."""
+    c, kinds = model.config, layer_kinds(model.config)
+    per_token = 2 * kinds.get(FULL, 0) * c.num_key_value_heads * c.head_dim * SIZES[dtype]
+    if not kinds.get(LINEAR):
+        return float(per_token), 0.0
+    state = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim * FLOAT32
+    window = (c.linear_conv_kernel_dim - 1) * (2 * c.key_dim + c.value_dim) * SIZES[dtype]
+    return float(per_token), float(kinds[LINEAR] * (state + window))
