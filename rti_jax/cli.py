@@ -51,7 +51,7 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
             "vLLM is not installed, and this command samples with it: run `make install`, or set engine.kind=server "
-            "and engine.urls (score, export, report and view work without it)"
+            "and engine.urls (score, export, plan, report, view, compare and validate work without it)"
         )
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return 1, f"{error.filename}: {error.strerror}"
