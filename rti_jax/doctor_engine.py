@@ -18,11 +18,10 @@ from rti_jax.types import Trajectory
 
 PROMPTS = 8
 RESPONSE = 64  # tokens of a sample, at most
-# dtype -> (statistic of |engine - learner|, ok below, failure from here on). In bfloat16 two correct programs differ by
-# tenths at single unlikely tokens, so the mean is looked at.
-LIMITS = {"float32": ("max", 1e-3, 1e-2), "bfloat16": ("mean", 2e-2, 1e-1)}
-CHANGES = (0.002, 0.01, 0.05, 0.2)  # relative, of every weight: the first that moves log-probabilities clearly
-CLEARLY = 5.0  # times the failing gap
+# dtype -> (statistic of |engine - learner|, ok below, failure from here on, clear move of a weight update). In bfloat16
+# two correct programs differ by tenths at single unlikely tokens, so the mean is looked at.
+LIMITS = {"float32": ("max", 1e-3, 1e-2, 1.0), "bfloat16": ("mean", 2e-2, 1e-1, 0.5)}
+CHANGES = (0.002, 0.02, 0.1, 0.3, 1.0)  # relative, of every weight: the first that moves log-probabilities clearly
 STALE = "the engine must be given every weight under the name it has: a fault of rti-jax or of this vLLM version"
 
 Sample = tuple[GenerateRequest, GenerateResult]
@@ -41,9 +40,13 @@ class Gap:
         values = np.abs(np.concatenate([np.asarray(a) - np.asarray(b) for a, b in zip(first, second, strict=True)]))
         return cls(float(values.max()), float(values.mean()), len(values))
 
+    def value(self, dtype: str) -> float:
+        """The statistic that the limits of `dtype` are for."""
+        return {"max": self.max, "mean": self.mean}[LIMITS[dtype][0]]
+
     def status(self, dtype: str) -> Status:
-        statistic, good, bad = LIMITS[dtype]
-        value = {"max": self.max, "mean": self.mean}[statistic]
+        _, good, bad, _ = LIMITS[dtype]
+        value = self.value(dtype)
         return Status.OK if value < good else Status.WARNING if value < bad else Status.FAILURE  # NaN fails
 
     def __str__(self) -> str:
@@ -89,6 +92,11 @@ async def weight_update(subject: Subject) -> Finding:
     first = await _gap(subject, await _draw(subject, prompts), params)
     if first.status(dtype) is not Status.OK:
         return _judged(first, dtype, "after the first weights came back log-probabilities differ by", STALE)
+    if not moved > LIMITS[dtype][3]:
+        return warning(
+            f"changing every weight moves log-probabilities by {moved:.1e} only, too little to see an update by",
+            "look at mismatch/after_max in the first steps of the run",
+        )
     return _judged(gap, dtype, f"weights changed so that log-probabilities move by {moved:.2g}, then differ by", STALE)
 
 
@@ -181,14 +189,14 @@ def _scores(subject: Subject, drawn: Sequence[Sample], params, model=None) -> li
 
 
 def _changed(subject: Subject):
-    """(parameters changed by the smallest size that moves log-probabilities clearly, how far they move in the mean)."""
-    params, limit = subject.policy.params, CLEARLY * LIMITS[subject.config.model.dtype][2]
+    """(parameters changed by the smallest size that moves log-probabilities clearly, how far they move)."""
+    params, dtype = subject.policy.params, subject.config.model.dtype
     shift = jax.jit(_shifted, out_shardings=jax.tree.map(lambda x: x.sharding, params))
     before = _scores(subject, subject.drawn, params)
     for size in CHANGES:
         changed = shift(params, size)
-        moved = Gap.between(_scores(subject, subject.drawn, changed), before).mean
-        if moved > limit:
+        moved = Gap.between(_scores(subject, subject.drawn, changed), before).value(dtype)
+        if moved > LIMITS[dtype][3]:
             break
     return changed, moved
 
