@@ -49,7 +49,7 @@ CHECKS = (
     ),
 )
 COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "red", Status.NOT_APPLICABLE: "dim"}
-ADVICE = "see `rti doctor --help`; RTI_DEBUG=1 shows where this comes from"
+ADVICE = "do what this line says; RTI_DEBUG=1 shows where it comes from"
 
 
 @dataclasses.dataclass(frozen=True)

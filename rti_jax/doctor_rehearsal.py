@@ -56,19 +56,18 @@ async def context(subject: Subject) -> Finding:
             f"{subject.config.batch.buckets}",
             "add a bucket of that length, or lower sampling.max_context",
         )
+    limit = min(limit, text_config(subject.folder).get("max_position_embeddings", limit))  # as vLLM does
     measured = [await _measure(subject, task) for task in subject.tasks]
     longest = max(measured, key=lambda m: m.whole)
-    need = f"at least {longest.whole} (batch.buckets as well)"
+    need = f"at least {longest.whole}, with batch.buckets and a model that have as many"
     if (first := max(measured, key=lambda m: m.prompt)).prompt >= limit:
         return failure(
-            f"context too small: the first prompt of {first.task} has {first.prompt} tokens, "
-            f"sampling.max_context={limit}",
-            f"raise sampling.max_context to {need}, better with room for {sampling.max_tokens} a turn",
+            f"context too small: the first prompt of {first.task} has {first.prompt} tokens, context {limit}",
+            f"raise sampling.max_context to {need}",
         )
     if longest.whole > limit:
         return failure(
-            f"context too small: gold play of {longest.task} takes {longest.whole} tokens, "
-            f"sampling.max_context={limit}",
+            f"context too small: gold play of {longest.task} takes {longest.whole} tokens, context {limit}",
             f"raise sampling.max_context to {need}",
         )
     if (wordy := max(measured, key=lambda m: m.response)).response > sampling.max_tokens:
@@ -79,7 +78,7 @@ async def context(subject: Subject) -> Finding:
     if subject.config.rti.enabled and (first := max(measured, key=lambda m: m.first_role)).first_role >= limit:
         return failure(
             f"context too small: a role's prompt at the first turn of {first.task} has {first.first_role} tokens, "
-            f"sampling.max_context={limit}",
+            f"context {limit}",
             "raise sampling.max_context, or choose shorter rti.prompts",
         )
     return _tight(subject, measured)

@@ -383,6 +383,10 @@ class TestContext:
     def test_each_limit(self, overrides, status, words):
         found(look(quickstart(*overrides), "context"), status, words)
 
+    def test_the_models_positions_are_a_limit_too(self, folder):
+        replaced(folder / "config.json", '"max_position_embeddings": 1024', '"max_position_embeddings": 100')
+        found(look(quickstart(f"model.path={folder}"), "context"), Status.FAILURE, "gold play of train/", "context 100")
+
     def test_role_prompts_need_room_too(self):
         config = quickstart("rti.prompts=default", "sampling.max_context=250", "batch.buckets=[256]")
         found(look(config, "context"), Status.FAILURE, "a role's prompt at the first turn")
