@@ -217,7 +217,7 @@ async def _cause(subject: Subject, drawn: Sequence[Sample], old, new) -> str:
     if (await _gap(subject, drawn, old)).status(dtype) is not Status.FAILURE:
         return "weights stale: the engine still samples with the old ones"
     if (await _gap(subject, drawn, mixed, _OtherHead(subject.policy.model))).status(dtype) is not Status.FAILURE:
-        tied = "tied " if weight_sync.is_tied(subject.folder) else ""
+        tied = "tied " if subject.tied else ""
         return f"{tied}head stale: the engine has the new layers and the old lm_head"
     return "weight update incomplete: the engine samples with neither the old weights nor the new"
 

@@ -86,6 +86,13 @@ class Subject:
         return check_folder(self.config.model.path)
 
     @functools.cached_property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        from models import hf
+
+        return hf.describe(self.folder).config.tie_word_embeddings
+
+    @functools.cached_property
     def chat(self) -> Chat:
         return Chat.from_folder(self.folder, self.config.sampling.thinking)
 

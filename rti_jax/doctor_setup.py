@@ -31,7 +31,7 @@ async def model(subject: Subject) -> Finding:
             f"weights that config.json does not describe, or that are missing: {listed(wrong)}",
             "get the model folder anew, all of its files",
         )
-    tied = ", head tied to the embedding" if weight_sync.is_tied(subject.folder) else ""
+    tied = ", head tied to the embedding" if subject.tied else ""
     return ok(f"{subject.folder}: {described.model_type}, {_parameters(shapes) / 1e6:.1f}M parameters{tied}")
 
 
@@ -149,7 +149,7 @@ async def disk(subject: Subject) -> Finding:
     )
     if free < need:
         return failure(f"disk: {said}", "free space, set runs_dir to another disk, or lower checkpoint.keep")
-    payload = parameters * weight_sync.DTYPES[config.model.dtype][1].itemsize
+    payload = parameters * (2 if config.model.dtype == "bfloat16" else 4)
     if not any(shutil.disk_usage(f).free > 1.05 * payload + 2**20 for f in _handover(config.engine.weights_dir)):
         return failure(
             f"no room for {payload / GIB:.2f} GiB of weights in {weight_sync.SHARED_MEMORY} or {tempfile.gettempdir()}",

@@ -88,10 +88,10 @@ def test_replay_learns_the_roles_and_is_a_function_of_the_step():
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
     assert step(fresh(), 4)[1] != metrics
     state, losses = fresh(), []
-    for n in range(12):
-        state, metrics = step(state, n)
+    for _ in range(8):
+        state, metrics = step(state, 3)  # the same transcripts each time
         losses.append(metrics["replay/loss"])
-    assert np.mean(losses[-4:]) < np.mean(losses[:4])
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_replay_needs_transcripts():
