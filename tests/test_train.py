@@ -84,7 +84,8 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics(runs):
 def test_eight_devices_have_the_same_first_loss(runs):
     one, eight = lines(runs / "whole")[0], lines(runs / "eight")[0]
     np.testing.assert_allclose(eight["optimizer/grad_norm"], one["optimizer/grad_norm"], rtol=1e-5)
-    np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5)
+    # About -1e-4 is left of terms of size one; float32 scores in the weights w leave 1e-8 of those terms.
+    np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow
