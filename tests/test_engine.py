@@ -196,8 +196,8 @@ if __name__ == "__main__":
     if {stage!r} == "starting":
         print("starting", flush=True)
     with make_engine({folder!r}, config()) as engine:
-        print("engine", *[p.pid for p in multiprocessing.active_children()], flush=True)
-        try:
+        try:  # before the line that the test waits for: its signal may come at once
+            print("engine", *[p.pid for p in multiprocessing.active_children()], flush=True)
             time.sleep(120)
         except KeyboardInterrupt:
             print("sampled", len(sample(engine, request(0))[0].ids), flush=True)
