@@ -244,7 +244,7 @@ class TestOfficialEvaluator:
     def test_a_change_with_another_argument_gives_0_in_both(self, official, name):
         self.mutations_agree(official, name, tasks(name)[::10], at_least=5)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_change_with_another_argument_gives_0_in_both_everywhere(self, official):
         count = sum(self.mutations_agree(official, name, tasks(name), 25) for name in ("airline", "retail"))
         assert count >= 50
