@@ -240,8 +240,8 @@ def export(
     """
     from rti_jax import export as command
 
-    folder = command.main(run, step=step, output=output, dtype=dtype)
-    print(f"wrote {folder}")
+    folder, written = command.main(run, step=step, output=output, dtype=dtype)
+    print(f"wrote {folder}: the policy after step {written}")
 
 
 @app.command()

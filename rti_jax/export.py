@@ -15,8 +15,8 @@ from rti_jax.config import Config, ConfigError, MeshConfig, load_config
 
 def main(
     run: pathlib.Path, step: int | None = None, output: pathlib.Path | None = None, dtype: str | None = None
-) -> pathlib.Path:
-    """Writes the folder and returns its path.
+) -> tuple[pathlib.Path, int]:
+    """Writes the folder and returns its path and the step of the checkpoint.
 
     Args:
       step: of the checkpoint; None is the newest one.
@@ -37,9 +37,9 @@ def main(
     output = pathlib.Path(output or run / "export")
     if output.resolve() == pathlib.Path(config.model.path).resolve():
         raise ConfigError(f"--output {output} is the model that this run started from; give another folder")
-    _, params = restore_params(run / "checkpoints", target, step)
+    step, params = restore_params(run / "checkpoints", target, step)
     try:
-        return hf.save(model, params, output, dtype=dtype)
+        return hf.save(model, params, output, dtype=dtype), step
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

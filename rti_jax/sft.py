@@ -295,7 +295,10 @@ def fitting(rows: Iterator[Row], length: int) -> Iterator[Row]:
 
 
 def make_step(model, optimizer, mesh):
-    """(state, batch) -> (state, loss, mean -log p of the tokens that an answer consists of)."""
+    """(state, batch) -> (state, loss, mean -log p of the tokens that an answer consists of).
+
+    A gradient that is not finite leaves the state as it was.
+    """
     rows = jax.sharding.NamedSharding(mesh, ROWS)
 
     def objective(params, batch: Batch):
@@ -309,9 +312,10 @@ def make_step(model, optimizer, mesh):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, batch: Batch):
         (loss, answers), gradients = jax.value_and_grad(objective, has_aux=True)(state.params, batch)
+        finite = jnp.isfinite(optax.global_norm(gradients))
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.step + 1), loss, answers
+        new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), loss, answers
 
     return lambda state, batch: step(state, Batch(*(jax.device_put(x, rows) for x in batch)))
 

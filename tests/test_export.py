@@ -45,7 +45,7 @@ def export(*arguments):
 @pytest.mark.parametrize(("arguments", "step"), [([], 4), (["--step", "2"], 2)])
 def test_parameters_are_the_checkpoints_and_the_folder_is_complete(run, tmp_path, arguments, step):
     done = export(run, *arguments, "--output", tmp_path / "out")
-    assert done.exit_code == 0 and done.output == f"wrote {tmp_path / 'out'}\n"
+    assert done.exit_code == 0 and done.output == f"wrote {tmp_path / 'out'}: the policy after step {step}\n"
     source = run.parent / "source"
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()

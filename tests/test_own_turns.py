@@ -87,6 +87,11 @@ def test_replay_learns_the_roles_and_is_a_function_of_the_step():
     assert metrics == same
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
     assert step(fresh(), 4)[1] != metrics
+    broken = fresh()
+    broken = broken._replace(params=jax.tree.map(lambda x: x * np.nan, broken.params))
+    kept, _ = step(broken, 3)
+    assert int(kept.step) == 0, "an update with a gradient that is not finite was counted"
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.opt_state))
     state, losses = fresh(), []
     for _ in range(8):
         state, metrics = step(state, 3)  # the same transcripts each time
