@@ -77,3 +77,5 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"rti.replay.rows: scripted role transcripts exist for navigation only, not {config.env.name}"
         )
+    if config.rti.replay.rows and config.env.own.get("map", "embedded") != "embedded":
+        raise ConfigError("rti.replay.rows: scripted role transcripts exist for env.map=embedded only")
