@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.navigation.config import AMapConfig
-from envs.navigation.services.request import Found, Key, Request, Road, ServiceError, Transient, text
+from envs.navigation.services.request import Found, Key, Request, Road, ServiceError, Transient, refusal, text
 from envs.navigation.tools import ArgumentError, Point, Words
 
 NAME = "AMap"
@@ -96,7 +96,7 @@ def _read_places(status: int, body: str) -> list[Found]:
 def _read_road(status: int, body: str) -> Road:
     route = _checked(status, body).get("route") or {}
     if not (paths := route.get("paths")):
-        raise ArgumentError(REFUSED["20802"])
+        raise refusal(REFUSED["20802"])
     cost = paths[0].get("cost") or paths[0]  # v5 has the duration there
     return Road(float(paths[0]["distance"]), float(cost["duration"]))
 
@@ -108,7 +108,7 @@ def _checked(status: int, body: str) -> dict[str, Any]:
     if status == 200 and answer["status"] == "1":
         return answer
     if code in REFUSED:
-        raise ArgumentError(f"the map refuses this: {REFUSED[code]}")
+        raise refusal(REFUSED[code])
     if code in TOO_FAST:
         raise Transient(f"{code} {said}; lower env.amap.rate", kind="quota")
     if code in BUSY or code.startswith("3"):

@@ -9,6 +9,7 @@ import email.utils
 import functools
 import logging
 import os
+import ssl
 import time
 import urllib.parse
 import weakref
@@ -37,6 +38,7 @@ class _Line:
             timeout=httpx.Timeout(config.timeout, pool=None),
             limits=httpx.Limits(max_connections=config.concurrency),
             follow_redirects=False,
+            verify=_certificates(),
         )
         self.limiter = aiolimiter.AsyncLimiter(1, 1 / config.rate)  # evenly spaced, never a burst
         self.asked: dict[str, asyncio.Task[None]] = {}
@@ -122,6 +124,11 @@ class Client:
         except ODD:  # e.g. the page of a proxy
             raise Transient(f"HTTP {status} with an answer of another format") from None
         return status, body
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # reading them takes longer than many a request
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,8 +13,8 @@ from typing import Any
 
 from envs.navigation.config import OSMConfig
 from envs.navigation.map import EARTH_RADIUS_KM
-from envs.navigation.services.request import Found, Key, Request, Road, ServiceError, text
-from envs.navigation.tools import ArgumentError, Point, Words
+from envs.navigation.services.request import Found, Key, Request, Road, ServiceError, refusal, text
+from envs.navigation.tools import Point, Words
 
 AROUND = 40  # results of Nominatim, at most
 WORDS = Words(matches="the best matches", region="State, county or country to search in.")
@@ -64,7 +64,7 @@ class OSM:
     def _read_places(self, status: int, body: str) -> list[Found]:
         answer = json.loads(body)
         if status == 400:
-            raise ArgumentError(f"the map refuses this: {answer['error']['message'][:200]}")
+            raise refusal(answer["error"]["message"][:200])
         return [
             Found(_name(row), self._region(row.get("address") or {}), float(row["lat"]), float(row["lon"]))
             for row in answer
@@ -98,5 +98,5 @@ def _read_road(status: int, body: str) -> Road:
     if code == "Ok":
         return Road(float(answer["routes"][0]["distance"]), float(answer["routes"][0]["duration"]))
     if code in REFUSED:
-        raise ArgumentError(f"the map refuses this: {REFUSED[code]}")
+        raise refusal(REFUSED[code])
     raise ServiceError("setup", f"OSRM: {code}: {text(answer.get('message'))[:200]}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from envs.base import EnvironmentError
+from envs.navigation.tools import ArgumentError
 
 ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError)  # what reading a body of another format raises
 Kind = Literal["key", "quota", "unavailable", "setup", "offline", "cache"]
@@ -82,6 +83,11 @@ class Request:
     def name(self) -> str:
         """The request in its one spelling: what its answer is stored under."""
         return f"{self.url}?{urllib.parse.urlencode(sorted(self.params))}"
+
+
+def refusal(why: str) -> ArgumentError:
+    """The service has no answer because of what is asked."""
+    return ArgumentError(f"the map refuses this: {why}")
 
 
 def text(value: Any) -> str:
