@@ -77,5 +77,9 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"rti.replay.rows: scripted role transcripts exist for navigation only, not {config.env.name}"
         )
-    if config.rti.replay.rows and config.env.own.get("map", "embedded") != "embedded":
-        raise ConfigError("rti.replay.rows: scripted role transcripts exist for env.map=embedded only")
+    if config.rti.replay.rows and (
+        config.env.own.get("map", "embedded") != "embedded" or config.env.own.get("tasks_file")
+    ):
+        raise ConfigError(
+            "rti.replay.rows: transcripts are scripted on generated tasks only, not env.map or env.tasks_file"
+        )

@@ -36,6 +36,7 @@ SERVICES = ("amap v3", "amap v5", "osm")
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv("AMAP_KEY", AMAP_KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture
@@ -425,7 +426,7 @@ class TestSharing:
         assert Navigation.make_map(config)._client is Navigation.make_map(config)._client
 
     def test_processes_share_a_file(self, tmp_path):
-        """Three processes write the same requests at once; all see the same answers, which are whole."""
+        """Two processes write the same requests at once; all see the same answers, which are whole."""
         path = tmp_path / "new" / "answers.sqlite"
         code = (
             "import sys; from envs.navigation.services.store import Store\n"
@@ -435,7 +436,7 @@ class TestSharing:
         )
         command = [sys.executable, "-c", code, str(path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-        processes = [subprocess.Popen([*command, str(i)], **pipes) for i in range(3)]
+        processes = [subprocess.Popen([*command, str(i)], **pipes) for i in range(2)]
         for process in processes:  # all have imported before any begins
             process.stdin.write("\n")
             process.stdin.flush()
@@ -582,6 +583,7 @@ class TestCheck:
             ({"map": "osm"}, "tasks_file is needed with map=osm"),
             ({"decimals": 6}, "decimals=6 must be at most 5 on the embedded map"),
             ({"tasks_file": "x", "random_names": 0.5}, "random_coordinates and random_names"),
+            ({"map": "amap", "tasks_file": "x", "candidates": 26}, "candidates=26 must be at most 25 with map=amap"),
             ({"map": "google"}, "'embedded', 'amap' or 'osm'"),
         ],
     )

@@ -9,6 +9,7 @@ from envs.base import EnvironmentConfig
 
 Kind = Literal["easy", "mixed", "hard"]
 EMBEDDED_DECIMALS = 5  # GeoNames gives so many
+MOST_RESULTS = {"amap": 25, "osm": 40}  # of one search of a service
 
 
 def _base_url(url: str) -> str:
@@ -103,6 +104,10 @@ class NavigationConfig(EnvironmentConfig):
             raise ValueError(f"decimals={self.decimals} must be at most {EMBEDDED_DECIMALS} on the embedded map")
         if self.map != "embedded" and not self.tasks_file:
             raise ValueError(f"tasks_file is needed with map={self.map}: tasks are generated on the embedded map only")
+        if self.candidates > MOST_RESULTS.get(self.map, self.candidates):
+            raise ValueError(
+                f"candidates={self.candidates} must be at most {MOST_RESULTS[self.map]} with map={self.map}"
+            )
         if self.tasks_file and (self.random_coordinates or self.random_names):
             raise ValueError("random_coordinates and random_names are for generated tasks, not for a tasks_file")
         return self

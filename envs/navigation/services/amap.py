@@ -14,7 +14,6 @@ from envs.navigation.tools import ArgumentError, Point, Words
 
 NAME = "AMap"
 KEY = Key("key", "AMAP_KEY", required=True)
-PAGE = 25  # results of a page, at most
 MAX_RADIUS_KM = 50.0
 MAX_WAYPOINTS = 16
 WORDS = Words(matches="the best matches", region="City or district to search in.")
@@ -69,7 +68,7 @@ class AMap:
         return Request(NAME, f"{self._url}/direction/driving", tuple(params), KEY, _read_road)
 
     def _places(self, what: str, params: list[tuple[str, str]], limit: int) -> Request:
-        size = str(min(limit, PAGE))
+        size = str(limit)
         paging = (
             [("page_size", size), ("page_num", "1")]
             if self._v5
@@ -110,7 +109,8 @@ def _checked(status: int, body: str) -> dict[str, Any]:
     if code in REFUSED:
         raise refusal(REFUSED[code])
     if code in TOO_FAST:
-        raise Transient(f"{code} {said}; lower env.amap.rate", kind="quota")
+        # 10004 ends with the minute, the others with the second.
+        raise Transient(f"{code} {said}; lower env.amap.rate", 60.0 if code == "10004" else 1.0, "quota")
     if code in BUSY or code.startswith("3"):
         raise Transient(f"{code} {said}")
     kind = "quota" if code in QUOTA else "key" if code in KEY_CODES else "setup"

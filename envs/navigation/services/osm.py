@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from envs.navigation.config import OSMConfig
+from envs.navigation.config import MOST_RESULTS, OSMConfig
 from envs.navigation.map import EARTH_RADIUS_KM
 from envs.navigation.services.request import Found, Key, Request, Road, ServiceError, refusal, text
 from envs.navigation.tools import Point, Words
 
-AROUND = 40  # results of Nominatim, at most
+AROUND = MOST_RESULTS["osm"]
 WORDS = Words(matches="the best matches", region="State, county or country to search in.")
 # OSRM's codes that depend on the points alone. The others mean a wrong URL or profile: the points are checked before.
 REFUSED = {"NoRoute": "no route", "NoSegment": "no road is near a point", "TooBig": "too many points"}
@@ -56,7 +56,7 @@ class OSM:
         return Request("OSRM", url, (("overview", "false"),), self._route_key, _read_road)
 
     def _places(self, params: list[tuple[str, str]], limit: int) -> Request:
-        params += [("limit", str(min(limit, AROUND))), *self._always]
+        params += [("limit", str(limit)), *self._always]
         return Request(
             "Nominatim", f"{self._config.nominatim_url}/search", tuple(params), self._search_key, self._read_places
         )
