@@ -23,8 +23,8 @@ from envs.navigation.services import client as client_lib
 from envs.navigation.services.osm import _box
 from envs.navigation.services.request import Key, Request, ServiceError
 from envs.navigation.services.store import Store
-from rti_jax import cli, doctor_setup, environments, validate
-from rti_jax.config import ConfigError, load_config
+from rti_jax import cli, doctor_setup, environments, replay, sft, validate
+from rti_jax.config import Config, ConfigError, load_config
 from rti_jax.doctor_records import Subject
 from rti_jax.environments import EnvironmentSource
 
@@ -162,6 +162,8 @@ class TestGoldPlay:
         other = start(coarse)
         where = json.loads(step(other, "search_places", keyword=first.name, region=first.region))[0]["location"]
         assert where == other.gold_coordinates[0] == f"{first.latitude:.2f},{first.longitude:.2f}"
+        (task,) = Navigation.tasks(coarse, "train")
+        assert asyncio.run(play_expert(Navigation(coarse, 6), task)).outcome.reward == 1.0
 
     def test_requests_are_what_the_services_document(self, service):
         server, config = service
@@ -413,6 +415,8 @@ class TestSharing:
             await env.step(AssistantTurn("", (ToolCall("search_places", {"keyword": keyword}),)))
 
         async def together():
+            limiter = Navigation.make_map(config)._client._line().limiter
+            assert (limiter.max_rate, limiter.time_period) == (1, 0.05)
             await asyncio.gather(*(play(f"x{i}") for i in range(5)))
 
         began = time.perf_counter()
@@ -580,7 +584,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("keys", "words"),
         [
-            ({"map": "osm"}, "tasks_file is needed with map=osm"),
+            ({"map": "osm"}, "tasks_file=null: map=osm needs one"),
             ({"decimals": 6}, "decimals=6 must be at most 5 on the embedded map"),
             ({"tasks_file": "x", "random_names": 0.5}, "random_coordinates and random_names"),
             ({"map": "amap", "tasks_file": "x", "candidates": 26}, "candidates=26 must be at most 25 with map=amap"),
@@ -590,6 +594,13 @@ class TestCheck:
     def test_config(self, keys, words):
         with pytest.raises(ValueError, match=words):
             NavigationConfig(**keys)
+
+    def test_scripted_transcripts_need_generated_tasks(self):
+        env = {"name": "navigation", "tasks_file": "x"}
+        with pytest.raises(ConfigError, match="env.tasks_file: transcripts are scripted on generated tasks"):
+            sft.make_environment(sft.SFTConfig.model_validate({"env": env, "model": {"path": "x"}}))
+        with pytest.raises(ConfigError, match="rti.replay.rows: transcripts are scripted on generated tasks"):
+            replay.check(Config.model_validate({"env": env, "rti": {"replay": {"rows": 1}}}))
 
 
 class TestTaskFile:

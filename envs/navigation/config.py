@@ -103,11 +103,11 @@ class NavigationConfig(EnvironmentConfig):
         if self.map == "embedded" and self.decimals > EMBEDDED_DECIMALS:
             raise ValueError(f"decimals={self.decimals} must be at most {EMBEDDED_DECIMALS} on the embedded map")
         if self.map != "embedded" and not self.tasks_file:
-            raise ValueError(f"tasks_file is needed with map={self.map}: tasks are generated on the embedded map only")
+            raise ValueError(f"tasks_file=null: map={self.map} needs one; tasks are generated on the embedded map only")
         if self.candidates > MOST_RESULTS.get(self.map, self.candidates):
             raise ValueError(
                 f"candidates={self.candidates} must be at most {MOST_RESULTS[self.map]} with map={self.map}"
             )
         if self.tasks_file and (self.random_coordinates or self.random_names):
-            raise ValueError("random_coordinates and random_names are for generated tasks, not for a tasks_file")
+            raise ValueError(f"tasks_file={self.tasks_file}: random_coordinates and random_names need generated tasks")
         return self
