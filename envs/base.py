@@ -198,6 +198,9 @@ class Environment(abc.ABC):
         """
         return None
 
+    async def foresee(self, turn: AssistantTurn) -> None:  # noqa: B027 - optional
+        """Fetches what `valid(turn)` has to know, where that lies elsewhere, e.g. at a map service."""
+
     def faults(self, rng: random.Random) -> Mapping[str, AssistantTurn]:
         """Wrong or leaking turns for the current state, one of each kind that is possible; for measuring a verifier."""
         return {}

@@ -77,3 +77,5 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"rti.replay.rows: scripted role transcripts exist for navigation only, not {config.env.name}"
         )
+    if config.rti.replay.rows and config.env.own.get("tasks_file"):  # so it is on every map but the embedded one
+        raise ConfigError("rti.replay.rows: transcripts are scripted on generated tasks only, not on env.tasks_file")

@@ -206,6 +206,7 @@ class Examiner:
 
     async def __call__(self, view: TurnView, turn: Turn, parsed: ParsedTurn) -> tuple[Turn, ParsedTurn]:
         env, roles = self._env, self._roles
+        await env.foresee(parsed.turn)
         gold, valid = env.expert(), env.valid(parsed.turn)
         evidence, rules = env.evidence(), env.role_rules()
         seed = self._seat.seed_of(view.index, "validator")
@@ -257,6 +258,7 @@ class Examiner:
         self, source: str, view, parsed: ParsedTurn, text: str, rewrite: AssistantTurn, evidence: Evidence, rules: str
     ) -> Judged:
         seed = self._seat.seed_of(view.index, f"verifier/{source}")
+        await self._env.foresee(rewrite)
         rejected, verdict = await self._roles.verify(view, evidence, rules, parsed.text, text, seed)
         visible = intervention.visible_text(self._roles.chat, view, parsed, self._env)
         return Judged(

@@ -211,6 +211,8 @@ def make_environment(config: SFTConfig) -> tuple[Navigation, Sequence[Task]]:
     if config.env.name != "navigation":
         raise config_lib.ConfigError(f"env.name={config.env.name}: scripted transcripts exist for navigation only")
     own = env_config(config.env)
+    if own.tasks_file:  # so it is on every map but the embedded one
+        raise config_lib.ConfigError("env.tasks_file: transcripts are scripted on generated tasks only")
     return Navigation(own, config.env.max_turns), Navigation.tasks(own, config.env.split)
 
 

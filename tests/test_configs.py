@@ -40,6 +40,16 @@ def test_full_size_navigation_is_the_papers(name):
     assert config.mesh.fsdp == 8 and max(config.batch.buckets) >= config.sampling.max_context
 
 
+@pytest.mark.parametrize(("name", "decimals"), [("navigation_amap_qwen3_8b", 6), ("navigation_osm_qwen3_8b", 7)])
+def test_full_size_navigation_on_real_maps(name, decimals):
+    config, embedded = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / "navigation_qwen3_8b.yaml")
+    env = environments.env_config(config.env)
+    assert env.map == name.split("_")[1] and env.tasks_file and env.decimals == decimals and env.tools == "full"
+    assert not env.amap.offline and not env.osm.offline and config.env.max_turns == 6
+    for section in ("model", "sampling", "rti", "gate", "reweight", "loss", "optimizer", "mesh", "batch"):
+        assert getattr(config, section) == getattr(embedded, section), section
+
+
 @pytest.mark.parametrize(
     "name", ["navigation_qwen3_8b", *(p.stem.removesuffix("_grpo") for p in sorted(CONFIGS.glob("tau2_*_grpo.yaml")))]
 )
@@ -87,7 +97,7 @@ def test_tau2_configs_share_no_task(name):
             evaluate.check_disjoint(source.tasks("full"), held_out)
 
 
-@pytest.mark.parametrize("name", ["navigation_qwen3_8b", *TAU2])
+@pytest.mark.parametrize("name", ["navigation_qwen3_8b", "navigation_amap_qwen3_8b", "navigation_osm_qwen3_8b", *TAU2])
 def test_hyperparameters_have_their_source(name):
     sections, text = ("sampling", "rti", "gate", "reweight", "loss", "optimizer"), ""
     for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():

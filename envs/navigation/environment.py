@@ -27,12 +27,13 @@ from envs.base import (
     tool_error,
     tool_result,
 )
-from envs.navigation import gazetteer
+from envs.navigation import gazetteer, services, task_file
 from envs.navigation.config import NavigationConfig
 from envs.navigation.map import InventedNames, Map, Place, RandomCoordinates, coordinates
 from envs.navigation.mistakes import Mistakes, revealed
+from envs.navigation.services import ServiceMap, Unanswered
 from envs.navigation.tasks import Report, generate
-from envs.navigation.tools import ArgumentError, Point, Toolbox, schemas
+from envs.navigation.tools import EMBEDDED, ArgumentError, Point, Toolbox, schemas
 
 SYSTEM = {
     "full": (
@@ -70,10 +71,12 @@ class Navigation(Environment):
 
     def __init__(self, config: NavigationConfig, max_turns: int):
         super().__init__(config, max_turns)
-        needed = 1 + _turns_for(config.places[1], config.calls_per_turn)
+        self._file = self.task_file(config)
+        longest, key = (self._file.longest, "tasks_file") if self._file else (config.places[1], "places")
+        needed = 1 + _turns_for(longest, config.calls_per_turn)
         if needed > max_turns:
             raise ValueError(
-                f"env.max_turns={max_turns} is too few: {config.places[1]} places (env.places) with "
+                f"env.max_turns={max_turns} is too few: {longest} places (env.{key}) with "
                 f"env.calls_per_turn={config.calls_per_turn} need {needed} turns"
             )
         self.turns = 0
@@ -81,11 +84,25 @@ class Navigation(Environment):
     @classmethod
     def make_map(cls, config: NavigationConfig) -> Map:
         """The map to play on. Override it for another map; equal configs should give the same, cached object."""
+        if config.map != "embedded":
+            return services.load(config, cls.task_file(config).places)
         return gazetteer.load(config.countries, config.min_population, config.decimals, config.alternate_names)
 
     @classmethod
+    def task_file(cls, config: NavigationConfig) -> task_file.TaskFile | None:
+        """The tasks of `env.tasks_file`, or None if tasks are generated."""
+        return task_file.load(config.tasks_file, config.decimals) if config.tasks_file else None
+
+    @classmethod
     def tasks(cls, config: NavigationConfig, split: str) -> Sequence[Task]:
-        return cls.generated(config, split)[0]
+        file = cls.task_file(config)
+        return file.split(split) if file else cls.generated(config, split)[0]
+
+    @classmethod
+    def check(cls, config: NavigationConfig) -> None:
+        cls.task_file(config)
+        if config.map != "embedded":
+            services.check(config)
 
     @classmethod
     def generated(cls, config: NavigationConfig, split: str) -> tuple[tuple[Task, ...], Report]:
@@ -98,7 +115,7 @@ class Navigation(Environment):
         map = base if seed is None else RandomCoordinates(base, seed)
         map = InventedNames(map, task.data["names"]) if "names" in task.data else map
         self._task, self._map = task, map
-        self._places: tuple[Place, ...] = tuple(map.place(i) for i in task.data["places"])
+        self._places: tuple[Place, ...] = tuple((self._file or map).place(i) for i in task.data["places"])
         self._gold: tuple[Point, ...] = tuple((p.latitude, p.longitude) for p in self._places)
         self._toolbox = Toolbox(map, self.config.candidates, self.config.tools)
         slack = self.config.turn_slack
@@ -110,7 +127,8 @@ class Navigation(Environment):
             {"role": "system", "content": self._system()},
             {"role": "user", "content": task.data["request"]},
         ]
-        return Observation(messages, schemas(self.config.tools))
+        words = map.words if isinstance(map, ServiceMap) else EMBEDDED
+        return Observation(messages, schemas(self.config.tools, words))
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -150,7 +168,12 @@ class Navigation(Environment):
     async def step(self, turn: AssistantTurn) -> StepResult:
         if self.done:
             raise EnvironmentError("a turn was played after the end of the episode")
+        await self.foresee(turn)
         return StepResult(self._play(turn), self.done)
+
+    async def foresee(self, turn: AssistantTurn) -> None:
+        if isinstance(self._map, ServiceMap) and not self.done:
+            await self._map.complete(lambda: self.fork()._play(turn))
 
     async def score(self) -> Outcome:
         info = {"turns": self.turns, "places": len(self._places), "tool_errors": self._tool_errors}
@@ -170,13 +193,15 @@ class Navigation(Environment):
             rows.insert(0, "Gold route, in order (name | region | lat,lon | is the name alone ambiguous):")
         numbers = [number for pair in where for number in (pair, *pair.split(","))]
         values = [*numbers, *(p.region for p in self._places), *(p.name for p in self._places)]
-        return Evidence("\n".join(rows), tuple(dict.fromkeys(values)))
+        return Evidence("\n".join(rows), tuple(dict.fromkeys(v for v in values if v)))
 
     def check_evidence(self) -> list[str]:
         """Looks every row up with the policy's own tools: its place, its coordinates, and whether it is unique."""
         problems, rows = [], [r for r in self.evidence().text.splitlines() if " | " in r and r[0].isdigit()]
         if len(rows) != len(self._places):
             problems.append(f"it has {len(rows)} places, the task {len(self._places)}")
+        if self._file:
+            return problems + [p for place in self._places if (p := self._not_shown(place))]
         for row in rows:
             name, region, where, kind = row.partition(". ")[2].split(" | ")
             found = self._toolbox.run("search_places", {"keyword": name, "region": region}).text
@@ -186,6 +211,19 @@ class Navigation(Environment):
             if (len(alone) > 1) != (kind == "ambiguous"):
                 problems.append(f"a search finds {len(alone)} places named {name}, but it is said to be {kind}")
         return problems
+
+    def _not_shown(self, place: Place) -> str | None:
+        """What is wrong with a place of a task file: the expert's own search must show its coordinates."""
+        search, where = self._search(place), coordinates(place, self._map.decimals)
+        try:
+            shown = self._toolbox.run("search_places", search).shown
+        except ArgumentError as error:
+            return f"the search {search} is refused: {error}"
+        except Unanswered:
+            return f"the search {search} has not been answered"
+        if not any(coordinates(p, self._map.decimals) == where for p in shown):
+            return f"the search {search} does not show {where}"
+        return None
 
     def role_rules(self) -> str:
         return RULES[self.config.tools]
@@ -212,11 +250,14 @@ class Navigation(Environment):
             return self.success
         return _turns_for(len(self._missing()), self.config.calls_per_turn) + 1 <= self.turn_limit - self.turns
 
-    def valid(self, turn: AssistantTurn) -> bool:
+    def valid(self, turn: AssistantTurn) -> bool | None:
         if self.done:
             raise EnvironmentError("the episode is over")
         other = self.fork()
-        other._play(turn)
+        try:
+            other._play(turn)
+        except Unanswered:
+            return None
         return other.recoverable()
 
     def faults(self, rng: random.Random) -> dict[str, AssistantTurn]:
@@ -262,6 +303,8 @@ class Navigation(Environment):
         return SYSTEM[self.config.tools].format(turns=self.turn_limit, calls=limit)
 
     def _ambiguous(self, place: Place) -> bool:
+        if self._file:
+            return place.id in self._file.ambiguous
         return len(self._map.named(place.name)) > 1
 
     def _missing(self) -> list[Place]:

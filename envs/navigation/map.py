@@ -13,7 +13,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 EARTH_RADIUS_KM = 6371.0
 ABBREVIATIONS = {"st": "saint", "ft": "fort", "mt": "mount"}
@@ -51,6 +51,21 @@ class Map(Protocol):
 
     def share_keyword(self, a: Place, b: Place) -> bool:
         """True if one keyword finds both places."""
+
+
+class Road(Protocol):
+    """A driving route: metres and seconds."""
+
+    distance: float
+    duration: float
+
+
+@runtime_checkable
+class Roads(Protocol):
+    """What a map may have beside `Map`: `direction` then answers with the road, not with the straight line."""
+
+    def route(self, points: Sequence[tuple[float, float]]) -> Road:
+        """The driving route through points (latitude, longitude)."""
 
 
 @functools.lru_cache(maxsize=1 << 16)

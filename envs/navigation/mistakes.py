@@ -82,6 +82,7 @@ class Mistakes:
         self._visible, self._rng = env.request, rng
         self._names = env.make_map(env.config).places  # of the real map: a moved one would be made anew
         self._gold = env.gold_coordinates
+        self._several_regions = any(p.region != self._names[0].region for p in self._names)
 
     def wrong(self, gold: AssistantTurn) -> tuple[str, AssistantTurn] | None:
         """A turn that does not lead to the gold path."""
@@ -127,8 +128,9 @@ class Mistakes:
         }
         if region:
             makers["no_region"] = lambda: search_turn(name)
-            makers["wrong_region"] = lambda: search_turn(name, self._other_region(region))
-        else:
+            if self._several_regions:
+                makers["wrong_region"] = lambda: search_turn(name, self._other_region(region))
+        elif self._several_regions:
             gold = next(p.region for p in self._places if p.name == name)
             makers["invented_region"] = lambda: search_turn(name, self._other_region(gold))
         if self._shown:

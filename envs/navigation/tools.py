@@ -5,9 +5,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from envs.navigation.map import Map, Place, coordinates, distance_km
+from envs.navigation.map import Map, Place, Roads, coordinates, distance_km
 
 MAX_KEYWORD = 200  # characters
 MAX_STOPS = 50
@@ -30,14 +30,22 @@ class Result:
     route: tuple[Point, ...] | None = None
 
 
+class Words(NamedTuple):
+    """What the schemas say of the map at hand."""
+
+    matches: str
+    region: str
+
+
+EMBEDDED = Words(matches="the most populous matches", region="State (US) or country to search in.")
 _POINT = {"type": "string", "description": 'Exact coordinates as "lat,lon", as a search returned them.'}
 _FULL = {
     "search_places": (
-        "Search the map for places by name. Returns the most populous matches with their coordinates. "
+        "Search the map for places by name. Returns {matches} with their coordinates. "
         "A name may exist in several regions: give the region to search there only.",
         {
             "keyword": {"type": "string", "description": "Name of the place, without its region."},
-            "region": {"type": "string", "description": "State (US) or country to search in."},
+            "region": {"type": "string"},  # described by `Words`
         },
         ["keyword"],
     ),
@@ -62,13 +70,16 @@ _FULL = {
 }
 
 
-def schemas(style: str) -> list[dict[str, Any]]:
+def schemas(style: str, words: Words = EMBEDDED) -> list[dict[str, Any]]:
     """Tools in OpenAI format; the short style has names and argument names only."""
-    return [_full_schema(name) if style == "full" else _short_schema(name) for name in _FULL]
+    return [_full_schema(name, words) if style == "full" else _short_schema(name) for name in _FULL]
 
 
-def _full_schema(name: str) -> dict[str, Any]:
+def _full_schema(name: str, words: Words) -> dict[str, Any]:
     description, properties, required = _FULL[name]
+    description = description.format(matches=words.matches)
+    if "region" in properties:
+        properties = properties | {"region": {"type": "string", "description": words.region}}
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -85,7 +96,11 @@ class Toolbox:
         self.map, self._candidates, self._style = map, candidates, style
 
     def run(self, name: str, arguments: Any) -> Result:
-        """The answer to a call. Raises ArgumentError with a text for the policy, and nothing else."""
+        """The answer to a call.
+
+        Raises:
+          ArgumentError: with a text for the policy. On a map service also what its look-ups raise; else nothing.
+        """
         if name not in _FULL:
             raise ArgumentError(f"unknown tool; the tools are {', '.join(_FULL)}")
         if not isinstance(arguments, Mapping):
@@ -105,7 +120,7 @@ class Toolbox:
         radius = arguments["radius"]
         if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 < radius < math.inf:
             raise ArgumentError("radius must be a positive number of kilometres")
-        lat, lon = _point(arguments["location"], "location")
+        lat, lon = point(arguments["location"], "location")
         keyword = _text(arguments, "keyword")
         return self._places(self.map.around(lat, lon, keyword, float(min(radius, 1e5)), self._candidates))
 
@@ -116,7 +131,7 @@ class Toolbox:
         if len(stops or ()) > MAX_STOPS:
             raise ArgumentError(f"waypoints has more than {MAX_STOPS} entries")
         named = [("origin", arguments["origin"]), *(("waypoints", s) for s in stops or ())]
-        route = tuple(_point(value, name) for name, value in [*named, ("destination", arguments["destination"])])
+        route = tuple(point(value, name) for name, value in [*named, ("destination", arguments["destination"])])
         return Result(self._route_text(route), route=route)
 
     def _places(self, places: Sequence[Place]) -> Result:
@@ -134,6 +149,10 @@ class Toolbox:
     def _route_text(self, route: tuple[Point, ...]) -> str:
         if self._style == "short":
             return "Done."
+        if isinstance(self.map, Roads):
+            road = self.map.route(route)
+            numbers = {"distance_km": round(road.distance / 1000, 1), "duration_min": round(road.duration / 60)}
+            return json.dumps({"status": "ok"} | numbers)
         length = sum(distance_km(*a, *b) for a, b in zip(route, route[1:], strict=False))
         return json.dumps({"status": "ok", "straight_line_km": round(length, 1)})
 
@@ -147,7 +166,7 @@ def _text(arguments: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _point(value: Any, name: str) -> Point:
+def point(value: Any, name: str) -> Point:
     found = COORDINATES.fullmatch(value) if isinstance(value, str) else None
     lat, lon = map(float, found.groups()) if found else (math.inf, math.inf)
     if abs(lat) > 90 or abs(lon) > 180:
