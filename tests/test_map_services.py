@@ -27,6 +27,9 @@ from rti_jax import cli, doctor_setup, environments, replay, sft, validate
 from rti_jax.config import Config, ConfigError, load_config
 from rti_jax.doctor_records import Subject
 from rti_jax.environments import EnvironmentSource
+from rti_jax.rollout import Player
+from rti_jax.types import Status
+from tests.fakes import FakeEngine, call, small_config, tiny_chat
 
 ROOT = pathlib.Path(__file__).parents[1]
 FAST = {"rate": 1000.0, "backoff": 0.001, "backoff_limit": 0.01, "retries": 2, "timeout": 20.0}
@@ -378,6 +381,18 @@ class TestErrors:
         assert wait(1, 5.0) == 5.0 and wait(1, 3600.0) == 8.0
         assert 1.0 <= wait(1, 0.0) <= 2.0 and 4.0 <= wait(3, 0.0) <= 5.0 and wait(9, 0.0) == 8.0
 
+    def test_a_rollout_is_no_failure_of_the_policy(self, osm, tmp_path):
+        """A member that met a full quota has no reward; one whose second try was answered is like any other."""
+        chat = tiny_chat()
+        engine = FakeEngine(chat, lambda request: call("search_places", keyword="Salem"))
+        config = osm_config(osm, tmp_path, retries=0)
+        player = Player(source(config, 2), chat, engine, small_config(rollout={"retries": 0}))
+        (task,) = Navigation.tasks(config, "train")
+        osm.script = [(429, "")]
+        (first,), (second,) = (asyncio.run(player.collect([task], 1, step=i))[0].trajectories for i in range(2))
+        assert (first.status, first.reward) == (Status.ENVIRONMENT_ERROR, None) and "quota" in first.info["error"]
+        assert (second.status, second.reward) == (Status.FAILURE, 0.0)
+
     def test_an_answer_that_is_empty_is_no_error(self, service):
         _, config = service
         assert step(start(config()), "search_places", keyword="Nowhere") == "[]"
@@ -649,7 +664,7 @@ class TestTaskFile:
     def test_splits_turns_and_records(self, tmp_path):
         file = tmp_path / "t.jsonl"
         file.write_text(json.dumps(self.LINE))
-        config = NavigationConfig(tasks_file=str(file), calls_per_turn=1)
+        config = NavigationConfig(tasks_file=str(file), calls_per_turn=1, min_population=15000)
         with pytest.raises(ConfigError, match="unknown split 'test'; env.tasks_file has train"):
             source(config).tasks("test")
         with pytest.raises(ValueError, match=r"2 places \(env.tasks_file\) .* need 3 turns"):

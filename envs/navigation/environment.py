@@ -71,7 +71,7 @@ class Navigation(Environment):
 
     def __init__(self, config: NavigationConfig, max_turns: int):
         super().__init__(config, max_turns)
-        self._file = self.task_file(config)
+        self._file = self.tasks_file(config)
         longest, key = (self._file.longest, "tasks_file") if self._file else (config.places[1], "places")
         needed = 1 + _turns_for(longest, config.calls_per_turn)
         if needed > max_turns:
@@ -85,22 +85,22 @@ class Navigation(Environment):
     def make_map(cls, config: NavigationConfig) -> Map:
         """The map to play on. Override it for another map; equal configs should give the same, cached object."""
         if config.map != "embedded":
-            return services.load(config, cls.task_file(config).places)
+            return services.load(config, cls.tasks_file(config).places)
         return gazetteer.load(config.countries, config.min_population, config.decimals, config.alternate_names)
 
     @classmethod
-    def task_file(cls, config: NavigationConfig) -> task_file.TaskFile | None:
+    def tasks_file(cls, config: NavigationConfig) -> task_file.TaskFile | None:
         """The tasks of `env.tasks_file`, or None if tasks are generated."""
         return task_file.load(config.tasks_file, config.decimals) if config.tasks_file else None
 
     @classmethod
     def tasks(cls, config: NavigationConfig, split: str) -> Sequence[Task]:
-        file = cls.task_file(config)
+        file = cls.tasks_file(config)
         return file.split(split) if file else cls.generated(config, split)[0]
 
     @classmethod
     def check(cls, config: NavigationConfig) -> None:
-        cls.task_file(config)
+        cls.tasks_file(config)
         if config.map != "embedded":
             services.check(config)
 

@@ -44,13 +44,9 @@ def generated(config: NavigationConfig) -> Iterator[TaskRow]:
     map = Navigation.make_map(config)
     for split in SPLITS:
         for task in Navigation.tasks(config, split):
-            places = tuple(_row(p, len(map.named(p.name)) > 1, map.decimals) for p in map_places(map, task.data))
-            yield TaskRow(id=task.id, split=split, kind=task.kind, request=task.data["request"], places=places)
-
-
-def map_places(map: Any, data: Any) -> list[Place]:
-    """The places of a task's record."""
-    return [map.place(i) for i in data["places"]]
+            places = [map.place(i) for i in task.data["places"]]
+            rows = tuple(_row(p, len(map.named(p.name)) > 1, map.decimals) for p in places)
+            yield TaskRow(id=task.id, split=split, kind=task.kind, request=task.data["request"], places=rows)
 
 
 async def resolved(config: NavigationConfig, dropped: collections.Counter[str]) -> list[TaskRow]:
