@@ -51,7 +51,7 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
             "vLLM is not installed, and this command samples with it: run `make install`, or set engine.kind=server "
-            "and engine.urls (score, export, plan, report, view, compare and validate work without it)"
+            "and engine.urls (score, export, plan, report, view, compare, validate and eval --endpoint work without it)"
         )
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return 1, f"{error.filename}: {error.strerror}"
@@ -137,15 +137,66 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     _exit(command.main(resolved))
 
 
+Split = Annotated[str | None, typer.Option(help="Splits, e.g. test,ood; default eval.splits or eval.split.")]
+EndpointUrl = Annotated[
+    str | None, typer.Option("--endpoint", help="Another model plays: base URL, with /v1, of an OpenAI-compatible API.")
+]
+EndpointModel = Annotated[str | None, typer.Option(help="Its name there; default the endpoint's first.")]
+Step = Annotated[int | None, typer.Option(help="Play this step's checkpoint of the run instead of model.path.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget the episodes that were played before.")]
+
+
+def _load_policy(
+    path: pathlib.Path,
+    overrides: list[str] | None,
+    split: str | None,
+    endpoint: str | None,
+    model: str | None,
+    step: int | None,
+) -> tuple[Any, int | str | None]:
+    """(config, step of the checkpoint that plays, "newest" or None); CONFIG may be a run folder."""
+    import json
+
+    overrides = list(overrides or [])
+    names = [name for name in (split or "").split(",") if name]
+    if split is not None:
+        overrides += [f"eval.splits={json.dumps(names if len(names) > 1 else [])}"]
+        overrides += [f"eval.split={json.dumps(names[0])}"] if len(names) == 1 else []
+    overrides += [f"eval.endpoint.url={json.dumps(endpoint)}"] if endpoint is not None else []
+    overrides += [f"eval.endpoint.model={json.dumps(model)}"] if model is not None else []
+    if not path.is_dir():
+        config = _load(path, overrides)
+    else:
+        from rti_jax import environments, export
+
+        place = [f"runs_dir={json.dumps(str(path.parent))}", f"name={json.dumps(path.resolve().name)}"]
+        config = export.run_config(path, [*place, *overrides], environments.env_config)
+        if step is None and not config.eval.endpoint.url:
+            step = "newest"
+    if model and not config.eval.endpoint.url:
+        from rti_jax.config import ConfigError
+
+        raise ConfigError("--endpoint-model goes with --endpoint")
+    if not config.eval.endpoint.url:
+        _check_model(config)
+    return config, step
+
+
 @app.command("eval")
 def evaluate(
     ctx: typer.Context,
-    config: ConfigPath,
+    config: Annotated[
+        pathlib.Path, typer.Argument(help="YAML file, or a run folder: its newest checkpoint", metavar="CONFIG")
+    ],
     overrides: Overrides = None,
     output: Annotated[pathlib.Path | None, typer.Option(help="JSON file; default runs/NAME/evals/.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Evaluate this step's checkpoint of runs/NAME instead of model.path.")
-    ] = None,
+    step: Step = None,
+    split: Split = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    restart: Restart = False,
+    per_task: Annotated[bool, typer.Option("--per-task", help="Print every task, not only the worst.")] = False,
+    table: Annotated[pathlib.Path | None, typer.Option(help="Also write the tasks to this .csv or .md file.")] = None,
     roles: Annotated[
         bool, typer.Option("--roles", help="Measure it as validator, corrector and verifier instead.")
     ] = False,
@@ -157,7 +208,8 @@ def evaluate(
     """Measure Pass@k and Pass^k, k = 1..eval.trials, with intervals.
 
     Estimates are unbiased and per task; intervals resample tasks. Episodes that the infrastructure broke are excluded
-    and counted.
+    and counted. Interrupted, or with episodes excluded, the same command plays those that are missing
+    (docs/evaluation.md).
 
     [bold]Examples[/bold]
 
@@ -165,17 +217,29 @@ def evaluate(
 
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
 
-    rti eval configs/quickstart.yaml eval.split=ood eval.trials=8
+    rti eval runs/quickstart --step 20 --split test,ood    a checkpoint; each split and both together
+
+    rti eval configs/quickstart.yaml --endpoint http://host:8000/v1 --endpoint-model Qwen/Qwen3-32B
 
     rti eval configs/quickstart.yaml --roles --output roles.json    the three roles, on the policy's own turns, against
     a scripted expert
     """
-    resolved = _load(config, overrides)
-    _check_model(resolved)
+    resolved, step = _load_policy(config, overrides, split, endpoint, endpoint_model, step)
     _launch(ctx)
     from rti_jax import evaluate as command
 
-    _exit(command.main(resolved, output=output, step=step, roles=roles, turns=turns))
+    _exit(
+        command.main(
+            resolved,
+            output=output,
+            step=step,
+            roles=roles,
+            turns=turns,
+            restart=restart,
+            per_task=per_task,
+            table=table,
+        )
+    )
 
 
 @app.command()

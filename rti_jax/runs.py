@@ -135,6 +135,11 @@ def write_lines(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
     os.replace(partial, path)
 
 
+def trajectory_line(trajectory: Trajectory) -> str:
+    """The line that `write_groups` writes for a trajectory without an intervention or an advantage."""
+    return json.dumps(_plain(_line(trajectory, None, None) | {"replaced": False}), ensure_ascii=False)
+
+
 def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: float | None) -> dict[str, Any]:
     line = dataclasses.asdict(trajectory) | {"advantage": advantage}
     if attempt:
