@@ -137,7 +137,6 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     _exit(command.main(resolved))
 
 
-Split = Annotated[str | None, typer.Option(help="Splits, e.g. test,ood; default eval.splits or eval.split.")]
 EndpointUrl = Annotated[
     str | None, typer.Option("--endpoint", help="Another model plays: base URL, with /v1, of an OpenAI-compatible API.")
 ]
@@ -149,19 +148,14 @@ Restart = Annotated[bool, typer.Option("--restart", help="Forget the episodes th
 def _load_policy(
     path: pathlib.Path,
     overrides: list[str] | None,
-    split: str | None,
     endpoint: str | None,
     model: str | None,
     step: int | None,
 ) -> tuple[Any, int | str | None]:
-    """(config, step of the checkpoint that plays, "newest" or None); CONFIG may be a run folder."""
+    """(config, step of the checkpoint that plays, "newest", or None for another policy); CONFIG may be a run folder."""
     import json
 
     overrides = list(overrides or [])
-    names = [name for name in (split or "").split(",") if name]
-    if split is not None:
-        overrides += [f"eval.splits={json.dumps(names if len(names) > 1 else [])}"]
-        overrides += [f"eval.split={json.dumps(names[0])}"] if len(names) == 1 else []
     overrides += [f"eval.endpoint.url={json.dumps(endpoint)}"] if endpoint is not None else []
     overrides += [f"eval.endpoint.model={json.dumps(model)}"] if model is not None else []
     if not path.is_dir():
@@ -191,7 +185,9 @@ def evaluate(
     overrides: Overrides = None,
     output: Annotated[pathlib.Path | None, typer.Option(help="JSON file; default runs/NAME/evals/.")] = None,
     step: Step = None,
-    split: Split = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split, or several: test,ood. Default eval.splits, else eval.split.")
+    ] = None,
     endpoint: EndpointUrl = None,
     endpoint_model: EndpointModel = None,
     restart: Restart = False,
@@ -224,7 +220,10 @@ def evaluate(
     rti eval configs/quickstart.yaml --roles --output roles.json    the three roles, on the policy's own turns, against
     a scripted expert
     """
-    resolved, step = _load_policy(config, overrides, split, endpoint, endpoint_model, step)
+    names = _splits(split)
+    one = [f"eval.split={names[0]}"] if len(names) == 1 else []
+    several = [f"eval.splits=[{', '.join(names if len(names) > 1 else [])}]"] if names else []
+    resolved, step = _load_policy(config, [*(overrides or []), *one, *several], endpoint, endpoint_model, step)
     _launch(ctx)
     from rti_jax import evaluate as command
 
@@ -238,6 +237,62 @@ def evaluate(
             restart=restart,
             per_task=per_task,
             table=table,
+        )
+    )
+
+
+@app.command()
+def select(
+    ctx: typer.Context,
+    config: Annotated[
+        pathlib.Path, typer.Argument(help="YAML file, or a run folder: its newest checkpoint", metavar="CONFIG")
+    ],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="The list, an id a line: NAME.txt.")],
+    overrides: Overrides = None,
+    attempts: Annotated[int, typer.Option(help="At each task.", min=1)] = 4,
+    max_solved: Annotated[int, typer.Option(help="Of them, at most.", min=0)] = 0,
+    split: Annotated[
+        str | None, typer.Option(help="Split, or several: train,test. Default eval.splits, else env.split.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Tasks of each kind that are tried; default all.", min=1)] = None,
+    step: Step = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    stable: Annotated[
+        bool,
+        typer.Option("--regrade/--no-regrade", help="Play each attempt's turns again: the same grade is due."),
+    ] = True,
+    restart: Restart = False,
+) -> None:
+    """Choose a hard subset: the tasks that a policy almost never solves.
+
+    They can be run, have stable graders, and are one of each family. Interrupted, the same command goes on
+    (docs/evaluation.md).
+
+    [bold]Examples[/bold]
+
+    rti select configs/navigation_qwen3_8b.yaml --attempts 8 --output hard.txt
+
+    rti select configs/quickstart.yaml --max-solved 1 --split test --output hard.txt
+
+    rti train configs/quickstart.yaml rollout.tasks=hard.txt    what it is for
+    """
+    names = _splits(split)
+    given = [*(overrides or []), *([f"eval.splits=[{', '.join(names)}]"] if names else [])]
+    resolved, step = _load_policy(config, given, endpoint, endpoint_model, step)
+    _launch(ctx)
+    from rti_jax import select as command
+
+    _exit(
+        command.main(
+            resolved,
+            output,
+            attempts=attempts,
+            max_solved=max_solved,
+            limit=limit,
+            step=step,
+            stable=stable,
+            restart=restart,
         )
     )
 
@@ -495,6 +550,13 @@ def compare(
     from rti_jax import compare as command
 
     _exit(command.main(first, second, step=step, output=output))
+
+
+def _splits(text: str | None) -> list[str]:
+    """`test,ood` as names, quoted for YAML."""
+    import json
+
+    return [json.dumps(name.strip()) for name in (text or "").split(",") if name.strip()]
 
 
 def _mesh(text: str) -> Any:

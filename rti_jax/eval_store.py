@@ -51,6 +51,9 @@ class Store:
         """Those that have not been played, or ended in an error that says nothing about the policy."""
         return [(t, s) for t, s in seats if not (s.id in self._episodes and self._episodes[s.id].status.valid)]
 
+    def episode(self, seat_id: str) -> Trajectory:
+        return self._episodes[seat_id]
+
     def groups(self, seats: Sequence[tuple[Task, Seat]]) -> list[Group]:
         """The episodes of each task, in the order of the seats, all of which were played."""
         members: dict[str, list[Trajectory]] = {}
