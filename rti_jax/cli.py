@@ -484,7 +484,7 @@ def report(
 
 @app.command()
 def view(
-    run: Annotated[pathlib.Path, typer.Argument(help="run folder, e.g. runs/quickstart", metavar="RUN")],
+    run: Annotated[pathlib.Path, typer.Argument(help="run folder, or the JSON of an evaluation", metavar="RUN")],
     other: Annotated[
         pathlib.Path | None,
         typer.Argument(help="another one: their episodes of one task side by side", metavar="[RUN2]"),
@@ -511,6 +511,8 @@ def view(
     rti view runs/quickstart --step 12 --intervened --output step12.html
 
     rti view runs/quickstart runs/quickstart_grpo --task train/0138    two runs on one task
+
+    rti view runs/quickstart/evals/test_model.json    the episodes of an evaluation
     """
     from rti_jax import view as command
 
