@@ -37,7 +37,7 @@ async def play(
     step: int | None = None,
     restart: bool = False,
 ) -> tuple[list[Group], eval_setup.Identity]:
-    """Plays what is missing of an evaluation whose numbers will be in `path`, and returns all of its episodes.
+    """Plays what is missing of an evaluation whose numbers will be in `path`; returns the outcomes of all episodes.
 
     Args:
       purpose: names the random stream. step: play this checkpoint of the config's run. restart: begin anew.

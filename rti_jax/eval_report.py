@@ -15,12 +15,16 @@ from rti_jax.config import ConfigError
 
 UNION = "full"  # the row of all splits together
 SHOWN = 10  # tasks that are printed unless all are asked for
+WIDTH = 120  # of tables in a file or a pipe
 COLUMNS = ("task", "kind", "splits", "c", "n", "excluded", "turns")
 TABLES = (".csv", ".md")
 
 
-def show(result: Mapping[str, Any], console: Console, every_task: bool = False) -> None:
+def show(result: Mapping[str, Any], every_task: bool = False) -> None:
     """Prints splits, where there are several, kinds, and the worst tasks (or all)."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     if "splits" in result:
         console.print(split_table(result))
     if "splits" not in result or len(result["kinds"]) > 2:
@@ -34,7 +38,9 @@ def split_table(result: Mapping[str, Any]) -> Table:
     scores = {"pass@1": "Pass@1"}
     if k > 1:
         scores |= {f"pass@{k}": f"Pass@{k}", f"pass^{k}": f"Pass^{k}", "pass^mean": f"mean Pass^1..{k}"}
-    table = Table("split", "tasks", "excluded", *scores.values(), title="percent, 95% intervals over tasks")
+    table = Table("split", "tasks", "excluded", title="percent, 95% intervals over tasks")
+    for name in scores.values():
+        table.add_column(name, justify="right", no_wrap=True)
     for name, values in result["splits"].items():
         cells = [summary.percent(values[score]) for score in scores]
         table.add_row(escape(name), str(values["tasks"]), str(values["excluded"]), *cells)

@@ -9,10 +9,11 @@ file is put in order, so an evaluation that was interrupted leaves the bytes tha
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import IO
 
 from envs.base import Task
@@ -25,55 +26,82 @@ from rti_jax.types import Group, Trajectory
 
 
 class Store:
-    """The recorded episodes of one evaluation; made by `opened`."""
+    """The recorded episodes of one evaluation; made by `opened`.
 
-    def __init__(self, path: pathlib.Path, file: IO[str]):
+    In memory are their outcomes alone: token ids and messages of a long evaluation would fill it.
+    """
+
+    def __init__(self, path: pathlib.Path, file: IO[bytes]):
         self.path = path
         self._file = file
-        self._lines: dict[str, str] = {}
-        self._episodes: dict[str, Trajectory] = {}
-        self.unreadable = 0
-        for line in filter(None, path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        self._outcomes: dict[str, Trajectory] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # (offset, bytes) of the line
+        self.unreadable = self._end = 0
+        file.seek(0)
+        line = b"\n"
+        for line in file:
             try:
-                self._keep(read_trajectory(json.loads(line)), line)
+                self._keep(_episode(line), len(line))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self.unreadable += 1
+            self._end += len(line)
+        if not line.endswith(b"\n"):  # it was cut off: the next one is a line of its own
+            self._write(b"\n")
 
     def add(self, trajectory: Trajectory) -> None:
         """Appends an episode; it is on disk when this returns."""
-        line = runs.trajectory_line(trajectory)
-        line = line.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
-        self._file.write(line + "\n")
-        self._file.flush()
-        self._keep(trajectory, line)
+        line = (runs.trajectory_line(trajectory) + "\n").encode("utf-8", "replace")  # half a surrogate pair, say
+        self._keep(trajectory, len(line))
+        self._write(line)
 
     def missing(self, seats: Sequence[tuple[Task, Seat]]) -> list[tuple[Task, Seat]]:
         """Those that have not been played, or ended in an error that says nothing about the policy."""
-        return [(t, s) for t, s in seats if not (s.id in self._episodes and self._episodes[s.id].status.valid)]
+        return [(t, s) for t, s in seats if not (s.id in self._outcomes and self._outcomes[s.id].status.valid)]
 
-    def episode(self, seat_id: str) -> Trajectory:
-        return self._episodes[seat_id]
+    def outcome(self, episode_id: str) -> Trajectory:
+        """An episode without its turns and messages; `length` counts the turns."""
+        return self._outcomes[episode_id]
 
     def groups(self, seats: Sequence[tuple[Task, Seat]]) -> list[Group]:
-        """The episodes of each task, in the order of the seats, all of which were played."""
+        """The outcomes of each task, in the order of the seats, all of which were played."""
         members: dict[str, list[Trajectory]] = {}
         for _, seat in seats:
-            members.setdefault(seat.group_id, []).append(self._episodes[seat.id])
+            members.setdefault(seat.group_id, []).append(self.outcome(seat.id))
         return [Group(name, m[0].task_id, tuple(m)) for name, m in members.items()]
 
     def finish(self, seats: Sequence[tuple[Task, Seat]]) -> None:
         """Puts the file in the order of tasks and trials, each episode once; trials beyond the seats' are kept."""
-        places = {s.group_id: i for i, (_, s) in enumerate(seats)}
-        known = [e for e in self._episodes.values() if e.group_id in places]
-        ordered = sorted(known, key=lambda e: (places[e.group_id], e.member))
+        groups = {s.group_id: i for i, (_, s) in enumerate(seats)}
+        known = [e for e in self._outcomes.values() if e.group_id in groups]
         partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(self._lines[e.id] + "\n" for e in ordered), encoding="utf-8")
+        with partial.open("wb") as out:
+            for episode in sorted(known, key=lambda e: (groups[e.group_id], e.member)):
+                offset, size = self._places[episode.id]
+                self._file.seek(offset)
+                out.write(self._file.read(size).rstrip(b"\n") + b"\n")
         partial.replace(self.path)
 
-    def _keep(self, trajectory: Trajectory, line: str) -> None:
-        old = self._episodes.get(trajectory.id)
+    def _write(self, line: bytes) -> None:
+        self._file.write(line)
+        self._file.flush()
+        self._end += len(line)
+
+    def _keep(self, trajectory: Trajectory, size: int) -> None:
+        """Of two lines of an episode the later one counts, unless it is an error and the earlier one is not."""
+        old = self._outcomes.get(trajectory.id)
         if old is None or trajectory.status.valid or not old.status.valid:
-            self._episodes[trajectory.id], self._lines[trajectory.id] = trajectory, line
+            outcome = dataclasses.replace(trajectory, turns=(), messages=(), replies=trajectory.length)
+            self._outcomes[trajectory.id], self._places[trajectory.id] = outcome, (self._end, size)
+
+
+def read(path: pathlib.Path, ids: Container[str]) -> dict[str, Trajectory]:
+    """The whole episodes of these ids in a file that is in order."""
+    with path.open("rb") as file:
+        return {e.id: e for e in map(_episode, file) if e.id in ids}
+
+
+def _episode(line: bytes) -> Trajectory:
+    return read_trajectory(json.loads(line.decode("utf-8", "replace")))
 
 
 @contextlib.contextmanager
@@ -90,7 +118,7 @@ def opened(path: pathlib.Path, setup: Setup, restart: bool = False) -> Iterator[
         raise ConfigError(f"--output {path}: expected a name that ends in .json")
     path.parent.mkdir(parents=True, exist_ok=True)
     episodes = path.with_suffix(".jsonl")
-    with episodes.open("a+", encoding="utf-8", errors="replace") as file:
+    with episodes.open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -101,7 +129,6 @@ def opened(path: pathlib.Path, setup: Setup, restart: bool = False) -> Iterator[
         elif path.exists() or file.tell():
             _check(path, setup)
         setup.write(setup_file(path))
-        _mend(file)
         yield Store(episodes, file)
 
 
@@ -117,12 +144,3 @@ def _check(path: pathlib.Path, setup: Setup) -> None:
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConfigError(f"{path} is of another evaluation; give these keys back, {another}:\n{lines}")
-
-
-def _mend(file: IO[str]) -> None:
-    """Ends a line that was cut off, so that the next one is a line of its own."""
-    file.seek(0)
-    text = file.read()
-    if text and not text.endswith("\n"):
-        file.write("\n")
-        file.flush()

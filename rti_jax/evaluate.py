@@ -18,11 +18,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from envs.base import Task
 from rti_jax import config as config_lib
-from rti_jax import eval_play, eval_report, measure_roles, policies, rollout, runs, statistics, summary, task_sets
+from rti_jax import eval_play, eval_report, measure_roles, policies, rollout, runs, statistics, task_sets
 from rti_jax.environments import environment_source
 from rti_jax.types import Group, Trajectory
 
@@ -154,8 +152,7 @@ async def _main(config, output, step, restart: bool, per_task: bool, table) -> i
         for row in result["tasks"]:
             row["splits"] = [name for name, split in tasks.splits.items() if any(t.id == row["task"] for t in split)]
     runs.write_json(path, result)
-    console = Console()
-    eval_report.show(result, console, per_task)
+    eval_report.show(result, per_task)
     if table:
         eval_report.write_table(result, table)
         print(f"wrote {table}")
@@ -167,10 +164,8 @@ def closing(groups: Sequence[Group], path: pathlib.Path) -> int:
     broken = [t for g in groups for t in g.trajectories if not t.status.valid]
     print(f"wrote {path} and its episodes beside it (rti view {path})")
     if broken:
-        print(
-            f"{len(broken)} episodes are excluded ({summary.first_error(groups)}); the same command plays them again",
-            file=sys.stderr,
-        )
+        why = f"{broken[0].status}: {broken[0].info.get('error', 'no reason given')}"
+        print(f"{len(broken)} episodes are excluded ({why}); the same command plays them again", file=sys.stderr)
     return int(not any(g.valid for g in groups))
 
 
@@ -179,6 +174,7 @@ def default_output(config: config_lib.Config, tasks: task_sets.TaskSet, step: in
     endpoint = config.eval.endpoint
     policy = "model" if step is None else f"step_{step:06d}"
     if endpoint.url:
-        policy = "".join(c if c.isalnum() or c in ".-_" else "_" for c in endpoint.model) or "endpoint"
+        name = "".join(c if c.isalnum() or c in ".-_" else "_" for c in endpoint.model)
+        policy = f"endpoint_{name}" if name else "endpoint"
     subset = f"_{pathlib.Path(config.eval.tasks).stem}" if config.eval.tasks else ""
     return config.run_dir / "evals" / f"{tasks.name}{subset}_{policy}.json"

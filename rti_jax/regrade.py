@@ -62,7 +62,7 @@ def graded(episode: Trajectory) -> bool:
 async def regrade(
     player: ReplayPlayer, places: Sequence[tuple[Task, Seat]], store: Store, config: Config, on_episode=lambda: None
 ) -> dict[str, Trajectory]:
-    """Episodes played again, by id; those that the store has are not."""
+    """Outcomes of episodes played again, by id; those that the store has are not."""
 
     async def one(task: Task, seat: Seat) -> None:
         store.add(await player.play(task, seat))
@@ -70,7 +70,7 @@ async def regrade(
 
     jobs = [lambda t=t, s=s: one(t, s) for t, s in store.missing(places)]
     await run_bounded(jobs, policies.concurrency(config))
-    return {seat.id: store.episode(seat.id) for _, seat in places}
+    return {seat.id: store.outcome(seat.id) for _, seat in places}
 
 
 def same_grade(first: Trajectory, second: Trajectory) -> bool:

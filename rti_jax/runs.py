@@ -77,7 +77,7 @@ def open_run(config: config_lib.Config) -> Run:
         config_diff.check_resume(old, config)
         for difference in config_diff.differences(old, config):
             print(f"changed since this run was started: {difference}")
-    elif run.folder.is_dir() and not run.config.is_file() and any(run.folder.iterdir()):
+    elif run.folder.is_dir() and not run.config.is_file() and any(p.name != "evals" for p in run.folder.iterdir()):
         raise config_lib.ConfigError(f"{run.folder} is not empty and holds no run (no config.yaml); give another name=")
     for folder in ("trajectories", "checkpoints", "evals"):
         (run.folder / folder).mkdir(parents=True, exist_ok=True)

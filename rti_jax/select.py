@@ -103,7 +103,7 @@ async def _main(config: Config, output: pathlib.Path, hardness: Hardness, step, 
         hard = [g for row, g in zip(rows, groups, strict=True) if not hardness.reason(row, g.trajectories, second)]
         setup = eval_setup.Setup("regrade", config, policy, tuple(t.id for t in tasks.tasks))
         seats = tasks.seats(config.seed, hardness.attempts, SELECT)
-        second = await _regrade(config, source, hard, seats, again, setup)
+        second = await _regrade(config, source, hard, seats, output.with_suffix(".jsonl"), again, setup)
     for task, row, group in zip(tasks.tasks, rows, groups, strict=True):
         row["family"] = source.cls.family(source.config, task)
         row["left_out"] = hardness.reason(row, group.trajectories, second)
@@ -126,11 +126,13 @@ async def _regrade(
     source: EnvironmentSource,
     hard: Sequence[Group],
     seats: Sequence[tuple[Task, Seat]],
+    attempts: pathlib.Path,
     path: pathlib.Path,
     setup: eval_setup.Setup,
 ) -> dict[str, Trajectory]:
     """The graded attempts at hard tasks, played again; by id."""
-    episodes = {t.id: t for g in hard for t in g.trajectories if regrade.graded(t)}
+    wanted = {t.id for g in hard for t in g.trajectories if regrade.graded(t)}
+    episodes = eval_store.read(attempts, wanted)
     ids = any(t.turns for t in episodes.values())
     chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking) if ids else None
     player = regrade.ReplayPlayer(source, config, episodes, chat)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rti_jax import endpoint_policy, evaluate, policies
+from rti_jax import endpoint_policy, evaluate, policies, view
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import EngineDiedError
 from rti_jax.environments import environment_source
@@ -255,6 +255,10 @@ class TestEvaluation:
         }  # fmt: skip
         assert server.most <= 3 and set(server.keys) == {f"Bearer {KEY}"}
         said = capsys.readouterr()
+        page = view.main(tmp_path / "r" / "evals" / "test_endpoint.json").path.read_text()
+        assert (
+            "I know." in page and "answer({" in page and page.count("What is the code of") == 18
+        )  # once a group, twice
         assert KEY not in said.out + said.err
         assert not [p for p in tmp_path.rglob("*") if p.is_file() and KEY in p.read_text()]
 
