@@ -240,6 +240,11 @@ class Environment(abc.ABC):
         """What the evidence of the current task says that is not true, found otherwise than it was written."""
         return []
 
+    @classmethod
+    def family(cls, config: Any, task: Task) -> str:
+        """A name that variants of one task share, e.g. its translations: `rti select` takes one of them."""
+        return task.id
+
     def public_values(self) -> str:
         """Text whose values are never privileged for the leak guard (policy documents, tool schemas are added)."""
         return ""

@@ -51,7 +51,7 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
             "vLLM is not installed, and this command samples with it: run `make install`, or set engine.kind=server "
-            "and engine.urls (score, export, plan, report, view, compare and validate work without it)"
+            "and engine.urls (score, export, plan, report, view, compare, validate and eval --endpoint work without it)"
         )
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return 1, f"{error.filename}: {error.strerror}"
@@ -137,15 +137,62 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     _exit(command.main(resolved))
 
 
+EndpointUrl = Annotated[
+    str | None, typer.Option("--endpoint", help="Another model plays: base URL, with /v1, of an OpenAI-compatible API.")
+]
+EndpointModel = Annotated[str | None, typer.Option(help="Its name there; default the endpoint's first.")]
+Step = Annotated[int | None, typer.Option(help="Play this step's checkpoint of the run instead of model.path.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget the episodes that were played before.")]
+
+
+def _load_policy(
+    path: pathlib.Path,
+    overrides: list[str] | None,
+    endpoint: str | None,
+    model: str | None,
+    step: int | None,
+) -> tuple[Any, int | str | None]:
+    """(config, step of the checkpoint that plays, "newest", or None for another policy); CONFIG may be a run folder."""
+    import json
+
+    overrides = list(overrides or [])
+    overrides += [f"eval.endpoint.url={json.dumps(endpoint)}"] if endpoint is not None else []
+    overrides += [f"eval.endpoint.model={json.dumps(model)}"] if model is not None else []
+    if not path.is_dir():
+        config = _load(path, overrides)
+    else:
+        from rti_jax import environments, export
+
+        place = [f"runs_dir={json.dumps(str(path.parent))}", f"name={json.dumps(path.resolve().name)}"]
+        config = export.run_config(path, [*place, *overrides], environments.env_config)
+        if step is None and not config.eval.endpoint.url:
+            step = "newest"
+    if model and not config.eval.endpoint.url:
+        from rti_jax.config import ConfigError
+
+        raise ConfigError("--endpoint-model goes with --endpoint")
+    if not config.eval.endpoint.url:
+        _check_model(config)
+    return config, step
+
+
 @app.command("eval")
 def evaluate(
     ctx: typer.Context,
-    config: ConfigPath,
+    config: Annotated[
+        pathlib.Path, typer.Argument(help="YAML file, or a run folder: its newest checkpoint", metavar="CONFIG")
+    ],
     overrides: Overrides = None,
     output: Annotated[pathlib.Path | None, typer.Option(help="JSON file; default runs/NAME/evals/.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Evaluate this step's checkpoint of runs/NAME instead of model.path.")
+    step: Step = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split, or several: test,ood. Default eval.splits, else eval.split.")
     ] = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    restart: Restart = False,
+    per_task: Annotated[bool, typer.Option("--per-task", help="Print every task, not only the worst.")] = False,
+    table: Annotated[pathlib.Path | None, typer.Option(help="Also write the tasks to this .csv or .md file.")] = None,
     roles: Annotated[
         bool, typer.Option("--roles", help="Measure it as validator, corrector and verifier instead.")
     ] = False,
@@ -157,7 +204,8 @@ def evaluate(
     """Measure Pass@k and Pass^k, k = 1..eval.trials, with intervals.
 
     Estimates are unbiased and per task; intervals resample tasks. Episodes that the infrastructure broke are excluded
-    and counted.
+    and counted. Interrupted, or with episodes excluded, the same command plays those that are missing
+    (docs/evaluation.md).
 
     [bold]Examples[/bold]
 
@@ -165,17 +213,88 @@ def evaluate(
 
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
 
-    rti eval configs/quickstart.yaml eval.split=ood eval.trials=8
+    rti eval runs/quickstart --step 20 --split test,ood    a checkpoint; each split and both together
+
+    rti eval configs/quickstart.yaml --endpoint http://host:8000/v1 --endpoint-model Qwen/Qwen3-32B
 
     rti eval configs/quickstart.yaml --roles --output roles.json    the three roles, on the policy's own turns, against
     a scripted expert
     """
-    resolved = _load(config, overrides)
-    _check_model(resolved)
+    names = _splits(split)
+    one = [f"eval.split={names[0]}"] if len(names) == 1 else []
+    several = [f"eval.splits=[{', '.join(names if len(names) > 1 else [])}]"] if names else []
+    resolved, step = _load_policy(config, [*(overrides or []), *one, *several], endpoint, endpoint_model, step)
     _launch(ctx)
     from rti_jax import evaluate as command
 
-    _exit(command.main(resolved, output=output, step=step, roles=roles, turns=turns))
+    _exit(
+        command.main(
+            resolved,
+            output=output,
+            step=step,
+            roles=roles,
+            turns=turns,
+            restart=restart,
+            per_task=per_task,
+            table=table,
+        )
+    )
+
+
+@app.command()
+def select(
+    ctx: typer.Context,
+    config: Annotated[
+        pathlib.Path, typer.Argument(help="YAML file, or a run folder: its newest checkpoint", metavar="CONFIG")
+    ],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="The list, an id a line: NAME.txt.")],
+    overrides: Overrides = None,
+    attempts: Annotated[int, typer.Option(help="At each task.", min=1)] = 4,
+    max_solved: Annotated[int, typer.Option(help="Of them, at most.", min=0)] = 0,
+    split: Annotated[
+        str | None, typer.Option(help="Split, or several: train,test. Default eval.splits, else env.split.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Tasks of each kind that are tried; default all.", min=1)] = None,
+    step: Step = None,
+    endpoint: EndpointUrl = None,
+    endpoint_model: EndpointModel = None,
+    stable: Annotated[
+        bool,
+        typer.Option("--regrade/--no-regrade", help="Play each attempt's turns again: the same grade is due."),
+    ] = True,
+    restart: Restart = False,
+) -> None:
+    """Choose a hard subset: the tasks that a policy almost never solves.
+
+    They can be run, have stable graders, and are one of each family. Interrupted, the same command goes on
+    (docs/evaluation.md).
+
+    [bold]Examples[/bold]
+
+    rti select configs/navigation_qwen3_8b.yaml --attempts 8 --output hard.txt
+
+    rti select configs/quickstart.yaml --max-solved 1 --split test --output hard.txt
+
+    rti train configs/quickstart.yaml rollout.tasks=hard.txt    what it is for
+    """
+    names = _splits(split)
+    given = [*(overrides or []), *([f"eval.splits=[{', '.join(names)}]"] if names else [])]
+    resolved, step = _load_policy(config, given, endpoint, endpoint_model, step)
+    _launch(ctx)
+    from rti_jax import select as command
+
+    _exit(
+        command.main(
+            resolved,
+            output,
+            attempts=attempts,
+            max_solved=max_solved,
+            limit=limit,
+            step=step,
+            stable=stable,
+            restart=restart,
+        )
+    )
 
 
 @app.command()
@@ -365,7 +484,7 @@ def report(
 
 @app.command()
 def view(
-    run: Annotated[pathlib.Path, typer.Argument(help="run folder, e.g. runs/quickstart", metavar="RUN")],
+    run: Annotated[pathlib.Path, typer.Argument(help="run folder, or the JSON of an evaluation", metavar="RUN")],
     other: Annotated[
         pathlib.Path | None,
         typer.Argument(help="another one: their episodes of one task side by side", metavar="[RUN2]"),
@@ -392,6 +511,8 @@ def view(
     rti view runs/quickstart --step 12 --intervened --output step12.html
 
     rti view runs/quickstart runs/quickstart_grpo --task train/0138    two runs on one task
+
+    rti view runs/quickstart/evals/test_model.json    the episodes of an evaluation
     """
     from rti_jax import view as command
 
@@ -431,6 +552,13 @@ def compare(
     from rti_jax import compare as command
 
     _exit(command.main(first, second, step=step, output=output))
+
+
+def _splits(text: str | None) -> list[str]:
+    """`test,ood` as names, quoted for YAML."""
+    import json
+
+    return [json.dumps(name.strip()) for name in (text or "").split(",") if name.strip()]
 
 
 def _mesh(text: str) -> Any:

@@ -53,7 +53,7 @@ def paths(side: str) -> list[pathlib.Path]:
 
 
 def load(path: pathlib.Path, step: int | None = None) -> dict[str, Any]:
-    """An evaluation: {"path", "tasks": {id: (kind, successes, trials)}}."""
+    """An evaluation: {"path", "tasks": {id: (kind, successes, trials)}, "splits": {split: ids}}; splits of several."""
     if path.is_dir():
         evaluations = sorted((path / "evals").glob("step_*.json"))
         wanted = [e for e in evaluations if step is None or e.stem == f"step_{step:06d}"]
@@ -67,11 +67,16 @@ def load(path: pathlib.Path, step: int | None = None) -> dict[str, Any]:
         tasks = {t["task"]: (t["kind"], t["c"], t["n"]) for t in data["tasks"]}
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no evaluation of `rti eval` or `rti train`") from error
-    return {"path": path, "tasks": tasks}
+    splits: dict[str, list[str]] = {}
+    for row in data["tasks"]:
+        for name in row.get("splits", ()):
+            splits.setdefault(name, []).append(row["task"])
+    return {"path": path, "tasks": tasks, "splits": splits}
 
 
 def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Pass@1 of both sides and their difference B - A by kind of task; `pairs` has the differences of each pair.
+    """Pass@1 of both sides and their difference B - A by kind of task, and by split if both have the same several;
+    `pairs` has the differences of each pair.
 
     Raises:
       ConfigError: the evaluations are not of the same tasks.
@@ -85,6 +90,8 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -
     selections = {"all": list(tasks)} | {k: [t for t in tasks if tasks[t][0] == k] for k in kinds}
     if len(kinds) == 1:
         del selections[kinds[0]]
+    if all(e["splits"] == first[0]["splits"] for e in (*first, *second)):
+        selections |= {f"split {name}": ids for name, ids in first[0]["splits"].items()}
     return {"kinds": {kind: _difference(first, second, ids) for kind, ids in selections.items()}}
 
 

@@ -57,6 +57,7 @@ class RolloutConfig(Section):
     episode_timeout: float = pydantic.Field(600.0, gt=0)  # seconds; a slower episode is a `timeout`, not reward 0
     retries: int = pydantic.Field(1, ge=0)  # of an episode that ended in an infrastructure error
     truncated_is_failure: bool = True  # an episode cut by max_context counts as a failure (reward 0)
+    tasks: str = ""  # train on these tasks of env.split only: a file with an id a line, e.g. of `rti select`
 
 
 class SamplingConfig(Section):
@@ -180,14 +181,29 @@ class EngineConfig(Section):
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
 
 
+class PolicyEndpointConfig(Section):
+    """Another model as the policy of `rti eval` and `rti select`, behind an OpenAI-compatible endpoint."""
+
+    url: str = ""  # base URL, with /v1; empty = the policy is model.path. Training never plays an endpoint
+    model: str = ""  # model name there; empty = its first
+    key_variable: str = "RTI_POLICY_API_KEY"  # environment variable with the key; where it is not set, OPENAI_API_KEY
+    concurrency: int = pydantic.Field(32, ge=1)  # episodes, and so requests, at once
+    timeout: float = pydantic.Field(300.0, gt=0)  # seconds, of one request
+    retries: int = pydantic.Field(5, ge=0)  # of a request; after that its episode is excluded
+    extra_body: dict[str, Any] = {}  # more fields of the request; null leaves one of ours out, e.g. {seed: null}
+
+
 class EvalConfig(Section):
     every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
     trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
     split: str = "test"  # held-out tasks
+    splits: list[str] = []  # `rti eval`: several splits in one table, and their union; empty = split alone
+    tasks: str = ""  # only these tasks of the split(s): a file with an id a line, e.g. of `rti select`
     limit: int | None = pydantic.Field(None, ge=1)  # tasks of each kind; None = all
     temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature
     roles: int = pydantic.Field(0, ge=0)  # held-out tasks of each kind on which the three roles are measured as well
     keep_best: bool = False  # also keep the checkpoint of the best evaluation
+    endpoint: PolicyEndpointConfig = PolicyEndpointConfig()
 
 
 class CheckpointConfig(Section):

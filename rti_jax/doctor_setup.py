@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from envs.base import ModelEndpoint
 from rti_jax import config as config_lib
-from rti_jax import config_diff, evaluate, replay, roles, runs, weight_sync
+from rti_jax import config_diff, evaluate, replay, roles, runs, task_sets, weight_sync
 from rti_jax.doctor_records import Finding, Subject, failure, listed, not_applicable, ok, warning
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import sample_tasks
@@ -120,7 +120,7 @@ async def _unreachable(url: str) -> str:
 async def tasks(subject: Subject) -> Finding:
     """The splits are there and share no task, a step can be drawn, and role prompts can be read."""
     config, source = subject.config, subject.source
-    trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
+    trained, held_out = task_sets.trained(source, config), task_sets.held_out(source, config)
     evaluate.check_disjoint(trained, held_out)
     sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
     roles.RolePrompts(config.rti.prompts)

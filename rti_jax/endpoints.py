@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine import GenerateRequest, GenerateResult, admit
-from rti_jax.engine_errors import EngineDiedError, EngineError
+from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
 from rti_jax.loop_thread import LoopThread
 from rti_jax.vllm_settings import text_config
 
@@ -195,11 +196,13 @@ class ServerEngine:
 
 
 class ChatEndpoint:
-    """A model behind an OpenAI-compatible endpoint that plays a role: messages and tools in, text out.
+    """A model behind an OpenAI-compatible endpoint: messages and tools in, a role's text or a policy's turn out.
 
     Args:
       url: base URL, with /v1. model: name there; empty takes the endpoint's first.
-      key: API key; empty is $OPENAI_API_KEY, or none.
+      key: API key; empty is $OPENAI_API_KEY, or none. It is in no message of an error.
+      retries: of a request that is refused for now (408, 409, 429, 5xx), not answered, or not connected; after waiting
+        as long as the answer asks for, or else ever longer.
     """
 
     def __init__(self, url: str, model: str = "", *, key: str = "", timeout: float = 300.0, retries: int = 2):
@@ -207,9 +210,30 @@ class ChatEndpoint:
 
         self.url, self.model = url, model
         self._loop = LoopThread()
-        key = key or os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries)
+        self._key = key or os.environ.get("OPENAI_API_KEY") or "none"
+        self._client = openai.AsyncOpenAI(base_url=url, api_key=self._key, timeout=timeout, max_retries=retries)
         self._finalizer = weakref.finalize(self, _close, self._loop, [self._client])
+
+    async def connect(self) -> str:
+        """The model's name; asks the endpoint for its models, which some endpoints do not tell.
+
+        Raises:
+          EngineDiedError: it cannot be reached, refuses the key, or no model is named and it names none.
+        """
+        return await self._loop.wrap(self._connect())
+
+    async def reply(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> tuple[dict[str, Any], str]:
+        """(the assistant's message as the endpoint gives it, finish reason).
+
+        Args:
+          fields: of the request, e.g. tools, temperature, max_tokens, seed.
+
+        Raises:
+          ContextLengthError: the conversation is longer than the model's context.
+          EngineDiedError: no request will be answered: the key is refused, or there is no such model.
+          EngineError: this one failed, after retries.
+        """
+        return await self._loop.wrap(self._reply(list(messages), fields))
 
     async def complete(
         self,
@@ -245,7 +269,7 @@ class ChatEndpoint:
                 self.model = (await self._client.models.list()).data[0].id
             reply = await self._client.chat.completions.create(model=self.model, **arguments)
         except openai.OpenAIError as error:
-            raise EngineError(f"endpoint {self.url}: {_one_line(error)}") from error
+            raise EngineError(self._words(error)) from error
         message = reply.choices[0].message
         calls = [
             f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, "arguments": {call.function.arguments}}}\n'
@@ -254,6 +278,45 @@ class ChatEndpoint:
         ]
         return "\n".join([*([message.content] if message.content else []), *calls])
 
+    async def _connect(self) -> str:
+        import openai
+
+        try:
+            models = (await self._client.models.list()).data
+        except (openai.APIConnectionError, openai.AuthenticationError) as error:
+            raise EngineDiedError(self._words(error)) from error
+        except openai.OpenAIError as error:
+            if not self.model:
+                raise EngineDiedError(f"{self._words(error)}; it does not say which models it has: name one") from error
+            return self.model
+        if not self.model and not models:
+            raise EngineDiedError(f"endpoint {self.url} has no model")
+        self.model = self.model or models[0].id
+        return self.model
+
+    async def _reply(self, messages: list[Mapping[str, Any]], fields: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        import openai
+
+        try:
+            answer = await self._client.chat.completions.create(model=self.model, messages=messages, extra_body=fields)
+        except (openai.AuthenticationError, openai.NotFoundError) as error:
+            raise EngineDiedError(self._words(error)) from error
+        except openai.BadRequestError as error:
+            kind = ContextLengthError if _TOO_LONG.search(str(error)) else EngineError
+            raise kind(self._words(error)) from error
+        except openai.OpenAIError as error:
+            raise EngineError(self._words(error)) from error
+        if not answer.choices:
+            raise EngineError(f"endpoint {self.url}: an answer without a choice")
+        choice = answer.choices[0]
+        return choice.message.model_dump(exclude_none=True), choice.finish_reason or ""
+
+    def _words(self, error: Exception) -> str:
+        return f"endpoint {self.url}: {_one_line(str(error).replace(self._key, '***'))}"
+
+
+# How endpoints say it: OpenAI's error code, and the sentences of vLLM, SGLang and others.
+_TOO_LONG = re.compile("context_length|context length|context window|maximum context|prompt is too long", re.IGNORECASE)
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 (the weight update's routes exist only then)"
 

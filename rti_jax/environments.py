@@ -41,16 +41,20 @@ class EnvironmentSource:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique."""
+    def tasks(self, split: str, key: str = "env.split") -> list[Task]:
+        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique.
+
+        Args:
+          key: that names the split, for errors.
+        """
         try:
             tasks = list(self.cls.tasks(self.config, split))
         except ValueError as error:
-            raise ConfigError(f"env.split={split}: {error}") from error
+            raise ConfigError(f"{key}={split}: {error}") from error
         if not tasks:
-            raise ConfigError(f"env.split={split}: {self.cls.__name__} has no tasks there")
+            raise ConfigError(f"{key}={split}: {self.cls.__name__} has no tasks there")
         if len({t.id for t in tasks}) != len(tasks):
-            raise ConfigError(f"env.split={split}: the tasks of {self.cls.__name__} have ids that are not unique")
+            raise ConfigError(f"{key}={split}: the tasks of {self.cls.__name__} have ids that are not unique")
         return tasks
 
 

@@ -2,54 +2,36 @@
 
     rti eval configs/quickstart.yaml                                  the policy in model.path
     rti eval configs/quickstart.yaml model.path=runs/quickstart/export --output after.json
+    rti eval runs/quickstart --step 20                                a checkpoint of a run, with the run's config
+    rti eval configs/quickstart.yaml --endpoint http://host:8000/v1   another model, for reference
+    rti eval configs/quickstart.yaml --split test,ood                 each split and all of them in one table
     rti eval configs/quickstart.yaml --roles --output roles.json      how well it plays the three roles
 
 Each task is played `eval.trials` times at the evaluation temperature, without any intervention. Episodes that ended in
-an infrastructure error are excluded and counted beside every number.
+an infrastructure error are excluded and counted beside every number. Every episode is on disk when it ends
+(eval_store.py): the same command, typed again, plays what is missing and what was excluded.
 """
 
-import asyncio
-import collections
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from envs.base import Task
 from rti_jax import config as config_lib
-from rti_jax import role_eval, rollout, runs, statistics, summary, weight_sync
-from rti_jax import roles as roles_lib
-from rti_jax.chat import Chat
-from rti_jax.checkpoint import restore_params
-from rti_jax.engine import make_engine
+from rti_jax import eval_play, eval_report, measure_roles, policies, rollout, runs, statistics, task_sets
 from rti_jax.environments import environment_source
-from rti_jax.logprobs import Scorer
-from rti_jax.runtime import Policy, check_folder, load_policy
 from rti_jax.types import Group, Trajectory
 
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 SAMPLING_STREAM = "eval"  # evaluation draws from a random stream of its own
-
-
-def limited(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """The first `limit` tasks of each kind."""
-    seen: collections.Counter[str] = collections.Counter()
-    kept = []
-    for task in tasks:
-        seen[task.kind] += 1
-        if limit is None or seen[task.kind] <= limit:
-            kept.append(task)
-    return kept
 
 
 def summarize(tasks: Sequence[Task], groups: Sequence[Group], trials: int, seed: int) -> dict[str, Any]:
     """Counts per task and Pass@k / Pass^k with 95% bootstrap intervals over tasks, overall and per kind."""
     rows = []
     for task, group in zip(tasks, groups, strict=True):
-        turns = [len(t.turns) for t in group.valid]
+        turns = [t.length for t in group.valid]
         rows.append(
             {
                 "task": task.id,
@@ -73,6 +55,26 @@ def _scores(rows: Sequence[dict[str, Any]], trials: int, seed: int) -> dict[str,
     return scores
 
 
+def by_split(rows: Sequence[Mapping[str, Any]], tasks: task_sets.TaskSet, trials: int, seed: int) -> dict[str, Any]:
+    """Scores of each split and of their union, of which a task of two splits is one task.
+
+    Beside those of `summarize`, `pass^mean` is the mean of Pass^1 to Pass^trials.
+    """
+    ids = {name: {t.id for t in split} for name, split in tasks.splits.items()}
+    union = eval_report.UNION if eval_report.UNION not in ids else f"all of {tasks.name}"
+    ids[union] = {t.id for t in tasks.tasks}
+    chosen = {name: [r for r in rows if r["task"] in wanted] for name, wanted in ids.items()}
+    return {name: _scores(r, trials, seed) | _mean_pass_hat(r, trials, seed) for name, r in chosen.items()}
+
+
+def _mean_pass_hat(rows: Sequence[Mapping[str, Any]], trials: int, seed: int) -> dict[str, Any]:
+    def mean(n: int, c: int) -> float:
+        return sum(statistics.pass_hat_k(n, c, k) or 0.0 for k in range(1, trials + 1)) / trials
+
+    values = [mean(r["n"], r["c"]) for r in rows if r["n"] >= trials]
+    return {"pass^mean": dataclasses.asdict(statistics.mean_interval(values, seed=seed))}
+
+
 def check_disjoint(trained: Sequence[Task], evaluated: Sequence[Task]) -> None:
     """Raises ConfigError if a task is both trained and evaluated."""
     if both := sorted({t.id for t in trained} & {t.id for t in evaluated}):
@@ -86,12 +88,13 @@ async def evaluate(
     player: rollout.Player, tasks: Sequence[Task], config, on_episode: Callable[[Trajectory], None] | None = None
 ):
     """Plays every task `eval.trials` times; returns (summary, groups)."""
-    temperature = config.eval.temperature
-    sampling = (
-        config.sampling if temperature is None else config.sampling.model_copy(update={"temperature": temperature})
-    )
     groups = await player.collect(
-        tasks, config.eval.trials, step=0, stream=SAMPLING_STREAM, sampling=sampling, on_episode=on_episode
+        tasks,
+        config.eval.trials,
+        step=0,
+        stream=SAMPLING_STREAM,
+        sampling=eval_play.sampling(config),
+        on_episode=on_episode,
     )
     return summarize(tasks, groups, config.eval.trials, config.seed), groups
 
@@ -99,78 +102,79 @@ async def evaluate(
 def main(
     config: config_lib.Config,
     output: pathlib.Path | None = None,
-    step: int | None = None,
+    step: int | str | None = None,
     roles: bool = False,
     turns: pathlib.Path | None = None,
+    *,
+    restart: bool = False,
+    per_task: bool = False,
+    table: pathlib.Path | None = None,
 ) -> int:
-    """Evaluates `model.path`, or the checkpoint of `step` of the config's run; writes one JSON file.
+    """Evaluates the policy that `policies.identify` names; writes one JSON file. Returns the exit code.
 
     Args:
+      step: of a checkpoint of the config's run, or "newest".
       roles: measure the policy as validator, corrector and verifier (rti_jax/role_eval.py) instead of its success.
       turns: with roles, judge the turns of this earlier measurement.
+      restart: forget the episodes that an earlier evaluation left in the same place.
+      per_task: print every task, not only the worst. table: also write the tasks to this .csv or .md file.
     """
     if turns and not roles:
         raise config_lib.ConfigError("--turns goes with --roles")
-    recorded = role_eval.read_turns(turns) if turns else []
-    return asyncio.run(_main(config, output, step, roles, recorded))
+    if table:
+        eval_report.check_table(table)
+    step = policies.chosen_step(config, step)
+    if roles:
+        if restart or per_task or table:
+            raise config_lib.ConfigError("--restart, --per-task and --table do not go with --roles")
+        return measure_roles.main(config, output, step, turns)
+    return eval_play.interruptible(_main(config, output, step, restart, per_task, table))
 
 
-async def _main(
-    config: config_lib.Config,
-    output: pathlib.Path | None,
-    step: int | None,
-    roles: bool,
-    recorded: Sequence[role_eval.Recorded],
-) -> int:
+async def _main(config, output, step, restart: bool, per_task: bool, table) -> int:
     source = environment_source(config.env)
     source.check()
-    if roles:
-        role_eval.check(source.cls)
-    tasks = source.tasks(config.eval.split)
-    tasks = tasks if recorded else limited(tasks, config.eval.limit)
-    check_folder(config.model.path)
-    chat = Chat.from_folder(config.model.path, thinking=config.sampling.thinking)
-    policy = load_policy(config) if roles or step is not None else None
-    if step is not None:
-        restored = restore_params(config.run_dir / "checkpoints", policy.params, step)[1]
-        policy = dataclasses.replace(policy, params=restored)
-    engine = await asyncio.to_thread(make_engine, config.model.path, config)
-    try:
-        if step is not None:
-            await weight_sync.sync(engine, policy.model, policy.params, version=max(1, step))
-        player = rollout.Player(source, chat, engine, config)
-        with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-            count = len(recorded) or len(tasks) * (1 if roles else config.eval.trials)
-            bar = progress.add_task("turns" if recorded else "episodes", total=count)
-            seen = lambda *_: progress.advance(bar)  # noqa: E731
-            if roles:
-                result, lines = await _measure_roles(player, policy, tasks, config, recorded, seen)
-            else:
-                result, groups = await evaluate(player, tasks, config, on_episode=seen)
-    finally:
-        await engine.close()
-    what = f"{config.eval.split}{'_roles' if roles else ''}"
-    name = f"{what}_{'model' if step is None else f'step_{step:06d}'}.json"
-    path = output or config.run_dir / "evals" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write_json(path, {"model": config.model.path, "step": step, "split": config.eval.split, **result})
-    if roles:
-        runs.write_lines(path.with_suffix(".jsonl"), map(dataclasses.asdict, lines))
-        Console().print(role_eval.table(result))
-        print(f"wrote {path} and every judged turn beside it")
-    else:
-        runs.write_groups(path.with_suffix(".jsonl"), groups, {})
-        Console().print(summary.score_table({"": result}))
-        print(f"wrote {path} and its episodes beside it")
-    return 0
+    tasks = task_sets.evaluated(source, config)
+    path = output or default_output(config, tasks, step)
+    trials = config.eval.trials
+    groups, identity = await eval_play.play(
+        config, source, tasks, path, SAMPLING_STREAM, trials=trials, step=step, restart=restart
+    )
+    result = {
+        "model": identity.name if config.eval.endpoint.url else config.model.path,
+        "step": step,
+        "split": tasks.name,
+        "policy": dataclasses.asdict(identity),
+        **summarize(tasks.tasks, groups, trials, config.seed),
+    }
+    if len(tasks.splits) > 1:
+        result["splits"] = by_split(result["tasks"], tasks, trials, config.seed)
+        for row in result["tasks"]:
+            row["splits"] = [name for name, split in tasks.splits.items() if any(t.id == row["task"] for t in split)]
+    runs.write_json(path, result)
+    eval_report.show(result, per_task)
+    if table:
+        eval_report.write_table(result, table)
+        print(f"wrote {table}")
+    return closing(groups, path)
 
 
-async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence[Task], config, recorded, on_episode):
-    """(summary, judged turns); see role_eval."""
-    scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
+def closing(groups: Sequence[Group], path: pathlib.Path) -> int:
+    """Says where it is and what was excluded; returns the exit code, 1 if no episode could be played."""
+    broken = [t for g in groups for t in g.trajectories if not t.status.valid]
+    print(f"wrote {path} and its episodes beside it (rti view {path})")
+    if broken:
+        why = f"{broken[0].status}: {broken[0].info.get('error', 'no reason given')}"
+        print(f"{len(broken)} episodes are excluded ({why}); the same command plays them again", file=sys.stderr)
+    return int(not any(g.valid for g in groups))
 
-    async def score(rows):
-        return await asyncio.to_thread(scorer.score, policy.params, rows)
 
-    team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
-    return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)
+def default_output(config: config_lib.Config, tasks: task_sets.TaskSet, step: int | None) -> pathlib.Path:
+    """In the run's evals/: SPLITS_POLICY.json."""
+    endpoint = config.eval.endpoint
+    policy = "model" if step is None else f"step_{step:06d}"
+    if endpoint.url:
+        name = "".join(c if c.isalnum() or c in ".-_" else "_" for c in endpoint.model)
+        policy = f"endpoint_{name}" if name else "endpoint"
+    subset = f"_{pathlib.Path(config.eval.tasks).stem}" if config.eval.tasks else ""
+    return config.run_dir / "evals" / f"{tasks.name}{subset}_{policy}.json"

@@ -8,6 +8,7 @@ come from the folder that the run started from. Neither vLLM nor PyTorch is need
 """
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from rti_jax.config import Config, ConfigError, MeshConfig, load_config
@@ -44,13 +45,13 @@ def main(
         raise ConfigError(str(error)) from error
 
 
-def run_config(run: pathlib.Path) -> Config:
-    """The config that a run folder was started with. Raises ConfigError where there is none."""
+def run_config(run: pathlib.Path, overrides: Sequence[str] = (), check_env: Any = None) -> Config:
+    """The config that a run folder was started with, and overrides of it. Raises ConfigError where there is none."""
     if not (run / "config.yaml").is_file():
         what = "is no run folder (it has no config.yaml)" if run.is_dir() else "does not exist"
         known = sorted(p.parent.name for p in run.parent.glob("*/config.yaml"))
         raise ConfigError(f"{run} {what}" + (f"; runs in {run.parent}: {', '.join(known)}" if known else ""))
-    return load_config(run / "config.yaml")
+    return load_config(run / "config.yaml", overrides, check_env=check_env)
 
 
 def abstract_policy(config: Config) -> tuple[Any, Any]:

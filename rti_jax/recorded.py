@@ -30,10 +30,11 @@ def read_groups(path: pathlib.Path) -> tuple[list[Group], dict[str, float], list
     """
     lines: dict[str, list[Mapping[str, Any]]] = {}
     advantages, notes = {}, []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    written = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
+    for number, text in enumerate(written.split("\n") if written else [], 1):  # JSON text may hold other line breaks
         try:
             line = json.loads(text)
-            trajectory = _trajectory(line)
+            trajectory = read_trajectory(line)
             record = {"trajectory": trajectory, "replaced": bool(line.get("replaced"))}
             if "interventions" in line:
                 record["attempt"] = _attempt(trajectory, line)
@@ -54,7 +55,8 @@ def _group(name: str, records: Sequence[Mapping[str, Any]]) -> Group:
     return Group(name, records[0]["trajectory"].task_id, tuple(members), attempts, replaced)
 
 
-def _trajectory(line: Mapping[str, Any]) -> Trajectory:
+def read_trajectory(line: Mapping[str, Any]) -> Trajectory:
+    """The episode of a line; ValueError, KeyError, TypeError or AttributeError for something else."""
     return Trajectory(
         id=str(line["id"]),
         group_id=str(line["group_id"]),
@@ -65,6 +67,7 @@ def _trajectory(line: Mapping[str, Any]) -> Trajectory:
         reward=line["reward"],
         messages=tuple(dict(m) for m in line["messages"]),
         info=dict(line["info"]),
+        replies=int(line.get("replies", 0)),
     )
 
 

@@ -38,19 +38,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """An episode's place in the run, which names it and seeds everything that is sampled in it."""
+    """An episode's place in the run, which names it and seeds everything that is sampled in it.
+
+    Attributes:
+      drawn_as: seeds in place of group_id, so that a group's episodes are the same under another name.
+    """
 
     seed: int
     step: int
     group_id: str
     member: int
+    drawn_as: str = ""
 
     @property
     def id(self) -> str:
         return f"{self.group_id}/{self.member}"
 
     def seed_of(self, turn: int, role: str) -> int:
-        return derive_seed(self.seed, self.step, self.group_id, self.member, turn, role)
+        return derive_seed(self.seed, self.step, self.drawn_as or self.group_id, self.member, turn, role)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +139,12 @@ class Player:
             retries += 1
         return dataclasses.replace(trajectory, info=trajectory.info | {"retries": retries}) if retries else trajectory
 
+    def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> "Episode":
+        """An episode that has not been played; another kind of policy has another kind of episode."""
+        return Episode(task, seat, self.chat, self.engine, sampling)
+
     async def _attempt(self, task: Task, seat: Seat, sampling: SamplingConfig, reviser: Reviser | None) -> Trajectory:
-        episode = Episode(task, seat, self.chat, self.engine, sampling)
+        episode = self.begin(task, seat, sampling)
         seconds = self.config.rollout.episode_timeout
         try:
             status, reward, info = await within(seconds, episode.play(self.source, reviser))
@@ -147,7 +156,7 @@ class Player:
             raise
         except EngineError as error:  # one request that failed, of the policy or of a role's endpoint
             status, reward, info = Status.ENVIRONMENT_ERROR, None, {"error": f"engine: {error}"}
-        if status is Status.TRUNCATED and not (self.config.rollout.truncated_is_failure and episode.turns):
+        if status is Status.TRUNCATED and not (self.config.rollout.truncated_is_failure and episode.length):
             reward = None
         return Trajectory(
             id=seat.id,
@@ -159,6 +168,7 @@ class Player:
             reward=reward,
             messages=tuple(episode.messages),
             info=info,
+            replies=episode.replies,
         )
 
 
@@ -172,14 +182,24 @@ class Episode:
         self.engine = engine
         self.sampling = sampling
         self.turns: list[Turn] = []
+        self.replies = 0  # turns without token ids
         self.messages: list[Message] = []  # for viewers and endpoints
         self._written: list[Message] = []  # the same with assistant turns as they were written, for a fresh render
+
+    @property
+    def length(self) -> int:
+        return len(self.turns) or self.replies
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last turn was cut at the token limit."""
+        return bool(self.turns) and self.turns[-1].finish_reason == "length"
 
     async def play(self, source: EnvironmentSource, reviser: Reviser | None) -> tuple[Status, float | None, dict]:
         """Plays to the end and closes the environment, whatever happens; returns (status, reward, info)."""
         environment = None
         try:
-            environment = await _guarded(_make(source))
+            environment = await guarded(_make(source))
             return await self._play(environment, reviser(environment) if reviser else None)
         except ContextLengthError as error:
             return Status.TRUNCATED, 0.0, {"error": str(error)}
@@ -188,7 +208,7 @@ class Episode:
                 await _close(environment)
 
     async def _play(self, environment: Environment, revise: Revise | None) -> tuple[Status, float | None, dict]:
-        start = await _guarded(environment.reset(self.task))
+        start = await guarded(environment.reset(self.task))
         tools = tuple(start.tools)
         self._show(start.messages)
         prompt_ids = self.chat.start(self._written, tools)
@@ -203,7 +223,7 @@ class Episode:
                 turn, parsed = await revise(view, turn, parsed)
             self.turns.append(turn)
             self.messages.append(parsed.as_message())
-            result = await _guarded(environment.step(parsed.turn))
+            result = await guarded(environment.step(parsed.turn))
             history = [*self._written, parsed.as_written()]
             self._written = [*history, *result.messages]
             self.messages.extend(result.messages)
@@ -212,7 +232,7 @@ class Episode:
             if not result.messages:
                 raise env_base.EnvironmentError("the environment answered a turn with nothing and is not done")
             prompt_ids = self.chat.extend(prompt_ids, turn.response_ids, result.messages, tools, history)
-        return self._outcome(await _guarded(environment.score()))
+        return self.outcome(await guarded(environment.score()))
 
     async def _sample(self, view: TurnView, room: int) -> tuple[Turn, ParsedTurn]:
         result = await self.engine.generate(
@@ -238,7 +258,7 @@ class Episode:
         self.messages.extend(messages)
         self._written.extend(messages)
 
-    def _outcome(self, outcome: env_base.Outcome) -> tuple[Status, float | None, dict]:
+    def outcome(self, outcome: env_base.Outcome) -> tuple[Status, float | None, dict]:
         """The environment's score; a failure whose last response was cut at the token limit is truncated."""
         try:
             status = Status(outcome.status)
@@ -248,7 +268,7 @@ class Episode:
             return status, None, dict(outcome.info)
         if outcome.reward is None or not math.isfinite(outcome.reward):
             raise env_base.EnvironmentError(f"score() gave {outcome.status} with reward {outcome.reward}")
-        if status is Status.FAILURE and self.turns[-1].finish_reason == "length":
+        if status is Status.FAILURE and self.cut:
             status = Status.TRUNCATED
         return status, float(outcome.reward), dict(outcome.info)
 
@@ -257,7 +277,7 @@ async def _make(source: EnvironmentSource) -> Environment:
     return source.make()
 
 
-async def _guarded(call: Awaitable[T]) -> T:
+async def guarded(call: Awaitable[T]) -> T:
     """An environment's call; whatever it raises is an error of that environment."""
     try:
         return await call

@@ -77,7 +77,7 @@ def open_run(config: config_lib.Config) -> Run:
         config_diff.check_resume(old, config)
         for difference in config_diff.differences(old, config):
             print(f"changed since this run was started: {difference}")
-    elif run.folder.is_dir() and not run.config.is_file() and any(run.folder.iterdir()):
+    elif run.folder.is_dir() and not run.config.is_file() and any(p.name != "evals" for p in run.folder.iterdir()):
         raise config_lib.ConfigError(f"{run.folder} is not empty and holds no run (no config.yaml); give another name=")
     for folder in ("trajectories", "checkpoints", "evals"):
         (run.folder / folder).mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,11 @@ def write_lines(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
     with open(partial, "w") as out:
         out.writelines(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
     os.replace(partial, path)
+
+
+def trajectory_line(trajectory: Trajectory) -> str:
+    """The line that `write_groups` writes for a trajectory without an intervention or an advantage."""
+    return json.dumps(_plain(_line(trajectory, None, None) | {"replaced": False}), ensure_ascii=False)
 
 
 def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: float | None) -> dict[str, Any]:

@@ -43,6 +43,11 @@ def check_folder(path: str) -> pathlib.Path:
     if not path:
         raise config_lib.ConfigError("model.path is empty: name a Hugging Face folder, e.g. model.path=models/Qwen3-8B")
     if not (folder / "config.json").is_file():
+        if (folder / "config.yaml").is_file():
+            raise config_lib.ConfigError(
+                f"model.path={path} is a run folder: give model.path={folder / 'export'}, or for a checkpoint of it "
+                f"rti eval {folder} --step N"
+            )
         raise config_lib.ConfigError(
             f"model.path={path}: no config.json there (seen from {pathlib.Path.cwd()}); give a Hugging Face folder"
         )

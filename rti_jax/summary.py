@@ -98,13 +98,14 @@ def score_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
         if kind == "all" and len(kinds) == 2:
             continue
         for i, score in enumerate(s for s in SCORES if s in scores):
-            cells = [_cell(r["kinds"].get(kind, {}).get(score)) for r in results.values()]
+            cells = [percent(r["kinds"].get(kind, {}).get(score)) for r in results.values()]
             excluded = f", {scores['excluded']} episodes excluded" if scores["excluded"] else ""
             table.add_row(f"{kind} ({scores['tasks']}{excluded})" if not i else "", score, *cells)
     return table
 
 
-def _cell(estimate: Mapping[str, float] | None) -> str:
+def percent(estimate: Mapping[str, float] | None) -> str:
+    """An estimate with its interval."""
     if not estimate or estimate["mean"] is None:
         return "-"
     return f"{100 * estimate['mean']:.1f}  [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"

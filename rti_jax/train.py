@@ -38,6 +38,7 @@ from rti_jax import (
     roles,
     runs,
     summary,
+    task_sets,
     weight_sync,
 )
 from rti_jax import config as config_lib
@@ -107,14 +108,14 @@ class TaskSets(NamedTuple):
             )
         source = environment_source(config.env)
         source.check()
-        trained, held_out = source.tasks(config.env.split), source.tasks(config.eval.split)
+        trained, held_out = task_sets.trained(source, config), task_sets.held_out(source, config)
         evaluate.check_disjoint(trained, held_out)
         roles.RolePrompts(config.rti.prompts)
         replay.check(config)
         if config.eval.roles:
             role_eval.check(source.cls)
         sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
-        return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
+        return cls(source, trained, task_sets.limited(held_out, config.eval.limit))
 
 
 class Learner:
@@ -299,7 +300,7 @@ class Trainer:
 
     async def measure_roles(self) -> None:
         """How right the three roles are with the weights of now, on held-out tasks."""
-        step, tasks = self.learner.step, evaluate.limited(self.tasks.held_out, self.config.eval.roles)
+        step, tasks = self.learner.step, task_sets.limited(self.tasks.held_out, self.config.eval.roles)
         with self.recorder.episodes(f"roles after {step} steps", len(tasks)) as seen:
             result, turns = await role_eval.measure(
                 self.player, self.roles, self._score, tasks, step=step, on_episode=seen

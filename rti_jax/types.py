@@ -138,6 +138,7 @@ class Trajectory:
       member: index within the group; interventions use -1 - attempt.
       messages: the visible conversation in OpenAI format, for the viewer; never re-encoded for training.
       info: numbers and strings from the environment's score (sub-scores, reason of failure).
+      replies: turns of a policy that has no token ids here (another model's endpoint), which `turns` cannot hold.
     """
 
     id: str
@@ -149,17 +150,23 @@ class Trajectory:
     reward: float | None
     messages: tuple[dict[str, Any], ...] = ()
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    replies: int = 0
 
     def __post_init__(self):
         if self.status.valid != self.valid and self.status is not Status.TRUNCATED:
             raise ValueError(f"trajectory {self.id}: status {self.status} with reward {self.reward}")
-        if self.valid and not self.turns:
+        if self.valid and not self.length:
             raise ValueError(f"trajectory {self.id}: a {self.status} needs at least one turn")
 
     @property
     def valid(self) -> bool:
         """Whether it counts in its group's statistics."""
         return self.reward is not None
+
+    @property
+    def length(self) -> int:
+        """Assistant turns that the policy played."""
+        return len(self.turns) or self.replies
 
     @property
     def success(self) -> bool:

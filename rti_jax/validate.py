@@ -26,8 +26,9 @@ from rich.table import Table
 from envs.base import AssistantTurn, Environment, Evidence, Outcome, Task
 from rti_jax import config as config_lib
 from rti_jax.environments import EnvironmentSource, environment_source
-from rti_jax.evaluate import COLUMNS, limited
+from rti_jax.eval_play import COLUMNS
 from rti_jax.limits import EpisodeTimeout, run_bounded, within
+from rti_jax.task_sets import limited
 
 SECONDS = 60.0  # of one set-up, turn or score
 TOGETHER = 64  # episodes at once

@@ -4,6 +4,7 @@
     rti view runs/quickstart --step 12 --intervened
     rti view runs/quickstart --outcome failure --limit 100
     rti view runs/quickstart runs/quickstart_grpo --task train/0138      two runs on one task, side by side
+    rti view runs/quickstart/evals/ood_model.json               the episodes of an evaluation of `rti eval`
 
 Without --step the newest step is taken that has what is asked for; of two runs, the newest that both have (with --task
 each run's own newest, so one can be further than the other).
@@ -17,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rti_jax import view_page
+from rti_jax import eval_setup, view_page
 from rti_jax.config import Config, ConfigError
 from rti_jax.export import run_config
 from rti_jax.recorded import read_groups
@@ -35,12 +36,21 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A run folder. `files` by step."""
+    """A run folder, or the file of an evaluation.
+
+    Attributes:
+      files: by step. kind: of them, in words before the step. page: where the page of it is written.
+    """
 
     folder: pathlib.Path
     config: Config
     files: Mapping[int, pathlib.Path]
     notes: Sequence[str]
+    kind: str
+    page: pathlib.Path
+
+    def when(self, step: int) -> str:
+        return f"{self.kind} {step}" if self.kind else "evaluation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +108,11 @@ def main(
       ConfigError: a folder that is no run, a step that it has not, nothing that was asked for, or a wrong output.
     """
     wanted = Wanted(task, _status(outcome), intervened)
-    sources = [read_source(pathlib.Path(folder), evaluation) for folder in (run, *filter(None, [other]))]
-    output = _output(pathlib.Path(output) if output else sources[0].folder / "view.html")
+    places = [pathlib.Path(place) for place in (run, *filter(None, [other]))]
+    sources = [read_episodes(file) if (file := _episodes(p)) else read_source(p, evaluation) for p in places]
+    output = _output(pathlib.Path(output) if output else sources[0].page)
     sides = choose(sources, step, wanted)
-    text, what = view_page.page(sides, limit, str(wanted) if wanted != Wanted() else "", evaluation)
+    text, what = view_page.page(sides, limit, str(wanted) if wanted != Wanted() else "")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace")  # a model may write half a surrogate pair
@@ -138,7 +149,31 @@ def read_source(folder: pathlib.Path, evaluation: bool = False) -> Source:
     files = {int(match[1]): path for match, path in sorted(found, key=lambda f: f[1].name) if match}
     if not files:
         raise ConfigError(f"{folder} has no {part}/step_*.jsonl: nothing has been recorded yet")
-    return Source(folder, config, files, notes)
+    kind = "evaluation after step" if evaluation else "step"
+    return Source(folder, config, files, notes, kind, folder / "view.html")
+
+
+def _episodes(path: pathlib.Path) -> pathlib.Path | None:
+    """The file of episodes that a path names, as a file or as a folder that holds one; None for a run folder."""
+    if path.is_dir():
+        files = [] if (path / "config.yaml").is_file() else sorted(path.glob("*.jsonl"))
+        if len(files) > 1:
+            raise ConfigError(f"{path} holds several evaluations, name one: {', '.join(f.name for f in files)}")
+        return files[0] if files else None
+    return path if path.suffix in (".json", ".jsonl") else None
+
+
+def read_episodes(path: pathlib.Path) -> Source:
+    """The episodes beside an evaluation's numbers, also while it is played; its config gives the tokenizer."""
+    episodes = path.with_suffix(".jsonl")
+    if not episodes.is_file():
+        raise ConfigError(f"{episodes}: there is no such file of episodes")
+    config, notes, setup = Config(), [], eval_setup.setup_file(path)
+    try:
+        config = eval_setup.Setup.read(setup).config if setup.is_file() else run_config(path.resolve().parent.parent)
+    except ConfigError as error:
+        notes = [f"what it was made with is not known: {error}"]
+    return Source(path, config, {0: episodes}, notes, "", path.with_suffix(".html"))
 
 
 def choose(sources: Sequence[Source], step: int | None, wanted: Wanted) -> list[view_page.Side]:
@@ -176,7 +211,7 @@ def _side(source: Source, step: int, wanted: Wanted) -> view_page.Side:
     if not wanted.task or json.dumps(wanted.task, ensure_ascii=False) in path.read_text("utf-8", errors="replace"):
         groups, advantages, notes = read_groups(path)
     return view_page.Side(
-        name=source.folder.resolve().name,
+        name=source.folder.resolve().name if source.kind else source.folder.stem,
         folder=source.folder,
         step=step,
         config=source.config,
@@ -184,6 +219,7 @@ def _side(source: Source, step: int, wanted: Wanted) -> view_page.Side:
         groups=wanted.groups(groups),
         advantages=advantages,
         notes=[*source.notes, *notes],
+        when=source.when(step),
     )
 
 

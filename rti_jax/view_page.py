@@ -46,7 +46,10 @@ MARKS = {Status.SUCCESS: "✓", Status.FAILURE: "✗", Status.TRUNCATED: "…"}
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A run's part of the page: all that it `recorded` in a step, and the `groups` of it that are wanted."""
+    """A run's part of the page: all that it `recorded` in a step, and the `groups` of it that are wanted.
+
+    `when` says in words what it is of, a step or an evaluation.
+    """
 
     name: str
     folder: pathlib.Path
@@ -56,9 +59,10 @@ class Side:
     groups: Sequence[Group]
     advantages: Mapping[str, float]
     notes: Sequence[str]
+    when: str
 
 
-def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = False) -> tuple[str, str]:
+def page(sides: Sequence[Side], limit: int, asked: str = "") -> tuple[str, str]:
     """(HTML, what it shows in a line).
 
     Args:
@@ -77,7 +81,7 @@ def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = 
     for row in shown:
         every = [g for side in row["sides"] for g in side]
         row["rti"] = " ".join(sorted({kind for g in every for kind in g["rti"]})) or "none"
-    what = "step " + " and ".join(dict.fromkeys(str(s.step) for s in sides))
+    what = " and ".join(dict.fromkeys(s.when for s in sides))
     what += f", {len(shown)} of {len(rows)} {'groups' if len(sides) == 1 else 'tasks'}"
     names = [s.name for s in sides]
     labels = names if len(set(names)) == len(names) else [str(s.folder) for s in sides]
@@ -85,7 +89,6 @@ def page(sides: Sequence[Side], limit: int, asked: str = "", evaluation: bool = 
     script = (TEMPLATES / "view.js").read_text(encoding="utf-8")
     text = _template().render(
         title=f"rti view: {', '.join(labels)}, {what}",
-        kind="evaluation after step" if evaluation else "step",
         heads=[w.head(label) for w, label in zip(writers, labels, strict=True)],
         rows=shown,
         hidden=len(rows) - len(shown),
@@ -171,7 +174,7 @@ class Writer:
         attempts = [a for g in groups for a in g.attempts]
         return {
             "label": label,
-            "step": self.side.step,
+            "when": self.side.when,
             "groups": len(groups),
             "episodes": len(before),
             "success": sum(t.success for t in before),
@@ -312,7 +315,7 @@ class Writer:
 def _opening(episode: Trajectory) -> list[Any]:
     """Messages before the first sampled turn."""
     assistants = [i for i, m in enumerate(episode.messages) if m.get("role") == "assistant"]
-    first = len(assistants) - len(episode.turns)
+    first = len(assistants) - episode.length
     return list(episode.messages[: assistants[first] if 0 <= first < len(assistants) else None])
 
 

@@ -14,7 +14,7 @@ from rti_jax.config import Config, ConfigError, load_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (
-    "train", "eval", "sft", "score", "export", "compare", "plan", "doctor", "validate", "report", "view",
+    "train", "eval", "select", "sft", "score", "export", "compare", "plan", "doctor", "validate", "report", "view",
 )  # fmt: skip
 TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
 
@@ -99,6 +99,64 @@ class TestMistakes:
         (tmp_path / "b.yaml").write_text(done.stdout)
         assert done.exit_code == 0
         assert load_config(tmp_path / "b.yaml") == load_config(config, ["optimizer.lr=3e-6"])
+
+
+class TestPolicies:
+    """What `rti eval` and `rti select` make of their options, before anything is played."""
+
+    @pytest.fixture
+    def called(self, monkeypatch):
+        """Calls of the commands' `main`: (config, step)."""
+        import rti_jax.evaluate
+        import rti_jax.select
+
+        calls = []
+        for module in (rti_jax.evaluate, rti_jax.select):
+            monkeypatch.setattr(module, "main", lambda config, *_, step, **__: calls.append((config, step)))
+        return calls
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        folder = tmp_path / "first"
+        folder.mkdir()
+        text = f"{TINY}model: {{path: {ROOT}/models/navigation-mini}}\nname: old\nseed: 3\n"
+        (folder / "config.yaml").write_text(text)
+        return folder
+
+    @pytest.mark.parametrize(
+        ("given", "split", "splits"),
+        [("ood", "ood", []), ("test, ood", "test", ["test", "ood"]), ("20", "20", [])],
+    )
+    def test_splits(self, run, called, given, split, splits):
+        assert rti("eval", run / "config.yaml", "--split", given).exit_code == 0
+        ((config, step),) = called
+        assert (config.eval.split, config.eval.splits, step) == (split, splits, None)
+
+    def test_an_endpoint_needs_no_model(self, config, called):
+        url = "http://127.0.0.1:1/v1"
+        assert rti("eval", config, "--endpoint", url, "--endpoint-model", "x").exit_code == 0
+        assert rti("select", config, "--endpoint", url, "-o", "a.txt", "--split", "test").exit_code == 0
+        (first, _), (second, _) = called
+        assert (first.eval.endpoint.url, first.eval.endpoint.model) == (url, "x")
+        assert (second.eval.endpoint.model, second.eval.splits) == ("", ["test"])
+        done = rti("eval", config, "--endpoint-model", "x")
+        assert (done.exit_code, done.stderr) == (2, "error: --endpoint-model goes with --endpoint\n")
+
+    def test_a_run_folder_is_its_config_and_its_newest_checkpoint(self, run, called):
+        assert rti("eval", run, "eval.trials=2").exit_code == rti("eval", run, "--step", 4).exit_code == 0
+        (first, newest), (_, fourth) = called
+        assert (first.run_dir, first.seed, first.eval.trials) == (run, 3, 2)
+        assert (newest, fourth) == ("newest", 4)
+
+    def test_a_run_folder_as_a_model_is_told_apart(self, run):
+        done = rti("eval", run / "config.yaml", f"model.path={run}")
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"error: model.path={run} is a run folder: give model.path={run}/export, or")
+
+    def test_a_run_without_a_checkpoint(self, run):
+        done = rti("eval", run)
+        assert done.exit_code == 2
+        assert done.stderr == f"error: {run} has no checkpoint yet; give a model: rti eval CONFIG model.path=...\n"
 
 
 class TestBoundary:

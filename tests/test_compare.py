@@ -66,6 +66,18 @@ def test_kinds_apart(tmp_path):
     assert {k: v["difference"]["mean"] for k, v in found.items()} == {"all": 0.5, "easy": 0.0, "hard": 1.0}
 
 
+def test_splits_apart_where_both_have_the_same(tmp_path):
+    a, b = evaluation(tmp_path / "a.json", [0, 4]), evaluation(tmp_path / "b.json", [4, 4])
+    assert list(compared(tmp_path, a, b)) == ["all"]
+    for path in (a, b):
+        data = json.loads(path.read_text())
+        for row, splits in zip(data["tasks"], (["id"], ["id", "ood"]), strict=True):
+            row["splits"] = splits
+        path.write_text(json.dumps(data))
+    found = compared(tmp_path, a, b)
+    assert {k: v["difference"]["mean"] for k, v in found.items()} == {"all": 0.5, "split id": 0.5, "split ood": 0.0}
+
+
 def test_mistakes_are_one_line(tmp_path):
     a = evaluation(tmp_path / "a.json", [1])
     cases = {

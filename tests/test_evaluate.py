@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from envs.base import Task
-from rti_jax import evaluate, runs, summary
+from rti_jax import evaluate, runs, summary, task_sets
 from rti_jax.config import ConfigError
 from rti_jax.types import Group, Status, Trajectory, Turn
 
@@ -36,8 +36,8 @@ def test_summary_is_per_task_unbiased_and_counts_what_is_excluded():
 
 
 def test_limit_counts_each_kind():
-    assert [t.id for t in evaluate.limited(TASKS, 1)] == ["a", "b"]
-    assert evaluate.limited(TASKS, None) == TASKS
+    assert [t.id for t in task_sets.limited(TASKS, 1)] == ["a", "b"]
+    assert task_sets.limited(TASKS, None) == TASKS
 
 
 def test_a_task_that_is_trained_may_not_be_evaluated():

@@ -65,6 +65,12 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     assert (tmp_path / "x" / "thesis.tex").read_text() == "mine"
 
 
+def test_a_policy_may_be_evaluated_before_it_is_trained(tmp_path):
+    (tmp_path / "x" / "evals").mkdir(parents=True)
+    (tmp_path / "x" / "evals" / "test_model.json").write_text("{}")
+    assert config_lib.load_config(runs.open_run(config(tmp_path, seed=4)).config).seed == 4
+
+
 def test_trajectories_are_json_lines_with_interventions_and_the_replaced_member(tmp_path):
     correction = Correction((9,), (-0.1, -0.2), (-0.1, -0.1))
     new = trajectory(-1, Status.SUCCESS, correction)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -86,6 +87,39 @@ def test_eight_devices_have_the_same_first_loss(runs):
     np.testing.assert_allclose(eight["optimizer/grad_norm"], one["optimizer/grad_norm"], rtol=1e-5)
     # About -1e-4 is left of terms of size one; float32 scores in the weights w leave 1e-8 of those terms.
     np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_as_it_was_in_the_run(runs, tmp_path):
+    """The weights of the newest checkpoint, the run's config and seeds: the same episodes, byte for byte."""
+    done = rti("eval", runs / "whole", "--output", tmp_path / "a.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, expected = (json.loads(p.read_text()) for p in (tmp_path / "a.json", runs / "whole/evals/step_000003.json"))
+    assert {k: found[k] for k in expected} == expected
+    assert (tmp_path / "a.jsonl").read_bytes() == (runs / "whole/evals/step_000003.jsonl").read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_a_terminated_evaluation_ends_as_an_unbroken_one(tmp_path):
+    def command(name):
+        keys = ("--output", str(tmp_path / f"{name}.json"), "eval.limit=8", "rollout.concurrency=4")
+        return [sys.executable, "-m", "rti_jax.cli", "eval", str(CONFIG), f"model.path={POLICY}", *keys]
+
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "1"}
+    subprocess.run(command("whole"), cwd=ROOT, env=env, check=True, capture_output=True, timeout=500)
+    process = subprocess.Popen(
+        command("parts"), cwd=ROOT, env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    episodes = tmp_path / "parts.jsonl"
+    try:
+        while process.poll() is None and not (episodes.is_file() and episodes.read_bytes().count(b"\n") >= 5):
+            time.sleep(0.02)
+    finally:
+        process.terminate()
+    assert process.wait(100) in (143, 0)  # 0 if the rest was there before the signal
+    subprocess.run(command("parts"), cwd=ROOT, env=env, check=True, capture_output=True, timeout=500)
+    for end in ("json", "jsonl"):
+        assert (tmp_path / f"parts.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
 
 
 @pytest.mark.slow

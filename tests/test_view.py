@@ -278,7 +278,7 @@ class TestTwoRuns:
 
     def test_a_task_is_found_in_each_runs_newest_step(self, run, tmp_path):
         other = make_run(tmp_path / "grpo", {5: [plain_group(task="train/2")], 6: [plain_group()]})
-        assert view.main(run, other, task="train/2").what == "step 1 and 5, 1 of 1 tasks"
+        assert view.main(run, other, task="train/2").what == "step 1 and step 5, 1 of 1 tasks"
 
     def test_nothing_in_common(self, run, tmp_path):
         other = make_run(tmp_path / "grpo", {5: [plain_group(task="train/7")]})
