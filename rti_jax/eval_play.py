@@ -4,6 +4,7 @@ import asyncio
 import pathlib
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,9 +16,10 @@ from rti_jax import config as config_lib
 from rti_jax import eval_setup, eval_store, policies, rollout, task_sets
 from rti_jax.environments import EnvironmentSource
 from rti_jax.limits import run_bounded
-from rti_jax.types import Group
+from rti_jax.types import Group, Trajectory
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+LINE_SECONDS = 60.0  # between two lines where there is no terminal
 
 
 def sampling(config: config_lib.Config) -> config_lib.SamplingConfig:
@@ -61,18 +63,45 @@ async def play(
 
 
 async def _play(player: rollout.Player, missing, store: eval_store.Store, total: int, config) -> None:
-    won = ended = 0
-    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("episodes", total=total, completed=total - len(missing))
+    with Watch(total, len(missing)) as watch:
 
         async def one(task: Task, seat: rollout.Seat) -> None:
-            nonlocal won, ended
             trajectory = await player.play(task, seat, sampling=sampling(config))
             store.add(trajectory)
-            won, ended = won + trajectory.success, ended + trajectory.valid
-            progress.update(bar, advance=1, description=f"episodes, {won} of {ended} won")
+            watch(trajectory)
 
         await run_bounded([lambda t=t, s=s: one(t, s) for t, s in missing], policies.concurrency(config))
+
+
+class Watch:
+    """Episodes as they end: a bar with the time that is left, or a line a minute where there is no terminal."""
+
+    def __init__(self, total: int, missing: int, console: Console | None = None):
+        self._total, self._missing = total, missing
+        self._won = self._valid = self._ended = 0
+        self._console = console or Console(stderr=True)
+        self._started = self._said = time.monotonic()
+        self._progress = Progress(*COLUMNS, console=self._console, disable=not self._console.is_terminal)
+        self._bar = self._progress.add_task("episodes", total=total, completed=total - missing)
+
+    def __enter__(self) -> "Watch":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._progress.stop()
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        self._won, self._valid = self._won + trajectory.success, self._valid + trajectory.valid
+        self._ended += 1
+        now, won = time.monotonic(), f"{self._won} of {self._valid} won"
+        self._progress.update(self._bar, advance=1, description=f"episodes, {won}")
+        if not self._console.is_terminal and (now > self._said + LINE_SECONDS or self._ended == self._missing):
+            self._said = now
+            done = self._total - self._missing + self._ended
+            left = (now - self._started) / self._ended * (self._missing - self._ended) / 60
+            text = f"{done} of {self._total} episodes, {won}, about {left:.0f} minutes left"
+            self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def interruptible(work: Coroutine[Any, Any, int]) -> int:

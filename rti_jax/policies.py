@@ -38,11 +38,7 @@ async def identify(config: Config, step: int | None = None) -> Identity:
                 f"eval.endpoint.url={config.eval.endpoint.url} and a run's checkpoint are two policies; leave one out "
                 "(eval.endpoint.url= for none)"
             )
-        endpoint = endpoint_policy.connect(config.eval.endpoint)
-        try:
-            name = await endpoint.connect()
-        finally:
-            await endpoint.close()
+        name = config.eval.endpoint.model or await _first_model(config)
         return Identity("eval.endpoint.model", name, _digest(f"endpoint {name}".encode()))
     folder = check_folder(config.model.path)
     if step is None:
@@ -53,6 +49,14 @@ async def identify(config: Config, step: int | None = None) -> Identity:
         has = f"there are {', '.join(there)}" if there else "there is none"
         raise ConfigError(f"checkpoint {saved}: {reason} ({has})")
     return Identity("step", f"{config.run_dir}, step {step}", _digest((saved / checkpoint.MARKER).read_bytes()))
+
+
+async def _first_model(config: Config) -> str:
+    endpoint = endpoint_policy.connect(config.eval.endpoint)
+    try:
+        return await endpoint.connect()
+    finally:
+        await endpoint.close()
 
 
 def usable_steps(config: Config) -> list[int]:

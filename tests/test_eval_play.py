@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import csv
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from rti_jax import eval_play, evaluate, policies, task_sets, view
 from rti_jax.checkpoint import MARKER
@@ -15,6 +17,7 @@ from rti_jax.environments import environment_source
 from rti_jax.eval_setup import Identity
 from rti_jax.rollout import Player
 from rti_jax.seeds import derive_seed
+from rti_jax.types import Status, Trajectory
 from tests.fakes import FakeEngine, call, tiny_chat
 
 LOOKUP = "tests.fakes:Lookup"
@@ -348,6 +351,24 @@ class TestPolicies:
             asyncio.run(policies.identify(config, 3))
         with pytest.raises(ConfigError, match="not an endpoint"):
             evaluate.main(config, roles=True)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch):
+    def lines(seconds):
+        monkeypatch.setattr(eval_play, "LINE_SECONDS", seconds)
+        console = Console(file=io.StringIO(), width=40)
+        with eval_play.Watch(total=12, missing=3, console=console) as watch:
+            for status in (Status.SUCCESS, Status.FAILURE, Status.TIMEOUT):
+                reward = float(status is Status.SUCCESS) if status.valid else None
+                watch(Trajectory("t", "g", 0, "task", (), status, reward, replies=1))
+        return console.file.getvalue().splitlines()
+
+    assert lines(3600) == ["12 of 12 episodes, 1 of 2 won, about 0 minutes left"]
+    assert [line.split(" won")[0] for line in lines(-1)] == [
+        "10 of 12 episodes, 1 of 1",
+        "11 of 12 episodes, 1 of 2",
+        "12 of 12 episodes, 1 of 2",
+    ]
 
 
 def test_an_interruption_says_how_to_go_on(capsys):
