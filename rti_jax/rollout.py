@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from envs import base as env_base
 from envs.base import Environment, Message, Task
@@ -21,6 +21,7 @@ from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineErr
 from rti_jax.environments import EnvironmentSource, environment_source, load_environment, sample_tasks
 from rti_jax.limits import CLOSE_SECONDS, EpisodeTimeout, run_bounded, within
 from rti_jax.seeds import derive_seed
+from rti_jax.supervised import Supervised
 from rti_jax.types import Group, Status, Trajectory, Turn
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,11 @@ class Player:
         self.engine = engine
         self.config = config
 
+    @property
+    def concurrency(self) -> int:
+        """Episodes at once: `rollout.concurrency`, or fewer where the environment bears fewer."""
+        return self.source.at_once(self.config.rollout.concurrency)
+
     async def collect(
         self,
         tasks: Sequence[Task],
@@ -112,7 +117,7 @@ class Player:
                 on_episode(trajectory)
             return trajectory
 
-        played = await run_bounded([lambda t=t, s=s: play(t, s) for t, s in seats], self.config.rollout.concurrency)
+        played = await run_bounded([lambda t=t, s=s: play(t, s) for t, s in seats], self.concurrency)
         groups = [played[i : i + size] for i in range(0, len(played), size)]
         return [Group(g[0].group_id, g[0].task_id, tuple(g)) for g in groups]
 
@@ -135,12 +140,12 @@ class Player:
         return dataclasses.replace(trajectory, info=trajectory.info | {"retries": retries}) if retries else trajectory
 
     async def _attempt(self, task: Task, seat: Seat, sampling: SamplingConfig, reviser: Reviser | None) -> Trajectory:
-        episode = Episode(task, seat, self.chat, self.engine, sampling)
-        seconds = self.config.rollout.episode_timeout
+        seconds, step_seconds = self.config.rollout.episode_timeout, self.config.rollout.step_timeout
+        episode = Episode(task, seat, self.chat, self.engine, sampling, step_seconds)
         try:
             status, reward, info = await within(seconds, episode.play(self.source, reviser))
         except EpisodeTimeout:
-            status, reward, info = Status.TIMEOUT, None, {"error": f"not finished after {seconds:g} s"}
+            status, reward, info = Status.TIMEOUT, None, {"error": f"the episode took longer than {seconds:g} s"}
         except env_base.EnvironmentError as error:
             status, reward, info = Status(error.status), None, {"error": str(error)}
         except EngineDiedError:
@@ -165,12 +170,15 @@ class Player:
 class Episode:
     """One episode in progress; what it has so far outlives its cancellation."""
 
-    def __init__(self, task: Task, seat: Seat, chat: Chat, engine: Engine, sampling: SamplingConfig):
+    def __init__(
+        self, task: Task, seat: Seat, chat: Chat, engine: Engine, sampling: SamplingConfig, step_seconds: float
+    ):
         self.task = task
         self.seat = seat
         self.chat = chat
         self.engine = engine
         self.sampling = sampling
+        self.step_seconds = step_seconds
         self.turns: list[Turn] = []
         self.messages: list[Message] = []  # for viewers and endpoints
         self._written: list[Message] = []  # the same with assistant turns as they were written, for a fresh render
@@ -179,7 +187,7 @@ class Episode:
         """Plays to the end and closes the environment, whatever happens; returns (status, reward, info)."""
         environment = None
         try:
-            environment = await _guarded(_make(source))
+            environment = _make(source)
             return await self._play(environment, reviser(environment) if reviser else None)
         except ContextLengthError as error:
             return Status.TRUNCATED, 0.0, {"error": str(error)}
@@ -188,7 +196,8 @@ class Episode:
                 await _close(environment)
 
     async def _play(self, environment: Environment, revise: Revise | None) -> tuple[Status, float | None, dict]:
-        start = await _guarded(environment.reset(self.task))
+        supervised = Supervised(environment, self.step_seconds)
+        start = await supervised.reset(self.task)
         tools = tuple(start.tools)
         self._show(start.messages)
         prompt_ids = self.chat.start(self._written, tools)
@@ -203,7 +212,7 @@ class Episode:
                 turn, parsed = await revise(view, turn, parsed)
             self.turns.append(turn)
             self.messages.append(parsed.as_message())
-            result = await _guarded(environment.step(parsed.turn))
+            result = await supervised.step(parsed.turn)
             history = [*self._written, parsed.as_written()]
             self._written = [*history, *result.messages]
             self.messages.extend(result.messages)
@@ -212,7 +221,7 @@ class Episode:
             if not result.messages:
                 raise env_base.EnvironmentError("the environment answered a turn with nothing and is not done")
             prompt_ids = self.chat.extend(prompt_ids, turn.response_ids, result.messages, tools, history)
-        return self._outcome(await _guarded(environment.score()))
+        return self._outcome(await supervised.score())
 
     async def _sample(self, view: TurnView, room: int) -> tuple[Turn, ParsedTurn]:
         result = await self.engine.generate(
@@ -253,14 +262,9 @@ class Episode:
         return status, float(outcome.reward), dict(outcome.info)
 
 
-async def _make(source: EnvironmentSource) -> Environment:
-    return source.make()
-
-
-async def _guarded(call: Awaitable[T]) -> T:
-    """An environment's call; whatever it raises is an error of that environment."""
+def _make(source: EnvironmentSource) -> Environment:
     try:
-        return await call
+        return source.make()
     except env_base.EnvironmentError:
         raise
     except Exception as error:
