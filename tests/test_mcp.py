@@ -241,11 +241,12 @@ class TestServers:
                 await environment.reset(MCP.tasks(config, "train")[0])
             await first.step(turn("put", key="1", value="x"))
             seen = [(await e.step(turn("get", key="1"))).messages[0]["content"] for e in (first, second)]
+            assert len(shelf.pids()) == 2 and all(map(alive, shelf.pids()))
             await asyncio.gather(first.close(), second.close())
+            assert not any(map(alive, shelf.pids()))  # here: the end of the loop would end them too
             return seen
 
         assert asyncio.run(both()) == ["x", "empty"]
-        assert len(shelf.pids()) == 2 and not any(map(alive, shelf.pids()))
 
     def test_a_stateless_server_is_one_for_all_and_started_again_when_it_died(self, shelf):
         async def play():
@@ -295,9 +296,9 @@ class TestServers:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert len(shelf.pids()) == 1 and not alive(shelf.pids()[0])  # before the loop ends
 
         asyncio.run(cancelled())
-        assert len(shelf.pids()) == 1 and not alive(shelf.pids()[0])
 
     def test_no_process_is_left_when_the_loop_ends_without_a_close(self, shelf):
         async def forgotten():

@@ -164,7 +164,7 @@ class TestLimits:
             await asyncio.sleep(3600)
 
         setattr(Stuck, phase, stuck)
-        p = player(rollout={"step_timeout": 0.05, "episode_timeout": 3600.0})
+        p = player(rollout={"step_timeout": 0.05, "episode_timeout": 20.0})
         p.source = type(p.source)(Stuck, Stuck.Config(), 4)
         t = play(p)
         assert (t.status, t.reward) == (Status.TIMEOUT, None)

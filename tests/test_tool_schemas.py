@@ -80,12 +80,15 @@ def test_an_older_dialect_is_read_as_such():
     assert error({"n": 1}, [tool(parameters=schema)]).startswith("argument n: 1 is less than or equal to the minimum")
 
 
-def test_references_within_a_schema_and_none_beyond_it():
+def test_references_within_a_schema_and_none_beyond_it(monkeypatch):
+    fetched = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **kwargs: fetched.append(args))
     inside = {"$defs": {"n": {"type": "integer"}}, "properties": {"n": {"$ref": "#/$defs/n"}}}
     assert error({"n": "1"}, [tool(parameters=inside)]) == "argument n: '1' is not of type 'integer'"
     outside = {"properties": {"n": {"$ref": "http://localhost:9/n.json"}}}
     with pytest.raises(SchemaError, match="refers to http://localhost:9/n.json"):
         error({"n": 1}, [tool(parameters=outside)])
+    assert fetched == []
 
 
 def test_what_is_no_schema():
