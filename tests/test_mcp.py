@@ -264,6 +264,7 @@ class TestServers:
             again = MCP(config, 4)
             await again.reset(task)
             await again.step(turn("get", key="1"))
+            assert len(shelf.pids()) == 2
 
         asyncio.run(play())
         assert len(shelf.pids()) == 2 and not any(map(alive, shelf.pids()))
@@ -329,6 +330,10 @@ class TestGold:
         assert environment.expert().tool_calls[0].name == "put"
         environment._turns = 1
         assert environment.expert() is None  # two calls and the answer do not fit into two turns
+
+    def test_tasks_that_doing_nothing_wins_are_named_in_the_file(self, shelf, tmp_path):
+        (tmp_path / "idle.yaml").write_text("[{id: a, prompt: Do nothing., idle_wins: true}, {id: b, prompt: x}]")
+        assert MCP.idle_exceptions(shelf(tasks={"test": str(tmp_path / "idle.yaml")}), "test") == {"test/a"}
 
 
 class TestValidate:

@@ -68,6 +68,11 @@ class MCP(Environment):
             task_files.load(path)
 
     @classmethod
+    def idle_exceptions(cls, config: MCPConfig, split: str) -> frozenset[str]:
+        records = task_files.load(config.tasks[split]).values()
+        return frozenset(f"{split}/{r.id}" for r in records if r.idle_wins)
+
+    @classmethod
     def at_once(cls, config: MCPConfig) -> int | None:
         return None if config.stateless else config.servers
 

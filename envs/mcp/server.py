@@ -76,15 +76,23 @@ class Server:
                 self.lost = f"the MCP server ended during {name}{self._stderr()}"
                 raise EnvironmentError(self.lost) from error
             raise EnvironmentError(f"the MCP server failed in {name}: {error}") from error
-        except Exception as error:  # the SDK's, its HTTP client's
-            raise EnvironmentError(f"the MCP server failed in {name}: {_words(error)}") from error
+        except RuntimeError as error:  # a result that is not what the tool's output schema says
+            raise EnvironmentError(f"the MCP server failed in {name}: {error}") from error
+        except Exception as error:  # of the connection
+            self.lost = f"the MCP server was lost in {name}: {_words(error)}"
+            raise EnvironmentError(self.lost) from error
         return Result(_text(answer), bool(answer.is_error))
 
     async def close(self) -> None:
         """Ends the connection and the server's process, the hard way if it must be; returns when that is done."""
         if self._owner is not None:
-            self._scope.cancel()
+            self.end()
             await asyncio.wait({self._owner})  # cancelled here, the owner still goes on to the end
+
+    def end(self) -> None:
+        """Asks the connection to end, and does not wait for it."""
+        if self._owner is not None:
+            self._scope.cancel()
 
     async def _own(self) -> None:
         with tempfile.TemporaryFile() as self._log:
@@ -139,7 +147,9 @@ def server_for(config: MCPConfig) -> Server:
         return Server(config)
     servers = _shared.setdefault(asyncio.get_running_loop(), {})
     key = config.model_dump_json()
-    if key not in servers or servers[key].lost:
+    if key in servers and servers[key].lost:
+        servers.pop(key).end()
+    if key not in servers:
         servers[key] = Server(config)
     return servers[key]
 

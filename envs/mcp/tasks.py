@@ -33,6 +33,7 @@ class Record(_Part):
       id: unique in its file. prompt: the user's message. kind: groups tasks in metrics. data: for the reward function.
       evidence: readable text for the roles, perhaps with the values that only it may hold.
       gold: calls that solve the task, one a turn; answer: the text that ends the episode after them.
+      idle_wins: whether doing nothing is right, as in a task whose request must be refused.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Record(_Part):
     evidence: str | GivenEvidence = ""
     gold: tuple[GoldCall, ...] | None = None
     answer: str | None = None
+    idle_wins: bool = False
 
     @property
     def has_gold(self) -> bool:
