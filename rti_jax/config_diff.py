@@ -16,6 +16,7 @@ HARMLESS = (
     "mesh",
     "rollout.concurrency",
     "rollout.episode_timeout",
+    "rollout.step_timeout",
     "rollout.retries",
     "model.attention",
     "model.remat",

@@ -17,7 +17,8 @@ from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingCo
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource
-from rti_jax.rollout import Episode, Player, Revise, Seat, guarded
+from rti_jax.rollout import Episode, Player, Revise, Seat
+from rti_jax.supervised import Supervised
 from rti_jax.types import Status
 
 THINKING_END = "</think>"  # of a server that does not take the thinking out of the text
@@ -27,35 +28,36 @@ Tools = tuple[dict[str, Any], ...]
 class MessageEpisode(Episode, abc.ABC):
     """An episode in messages alone; `say` gives the assistant's."""
 
-    def __init__(self, task: Task, seat: Seat, sampling: SamplingConfig):
-        super().__init__(task, seat, None, None, sampling)
+    def __init__(self, task: Task, seat: Seat, sampling: SamplingConfig, step_seconds: float):
+        super().__init__(task, seat, None, None, sampling, step_seconds)
 
     @abc.abstractmethod
     async def say(self, index: int, tools: Tools) -> tuple[AssistantTurn, Message]:
         """The turn at `index` after `self.messages`, and the message that is recorded for it."""
 
     async def _play(self, environment: Environment, revise: Revise | None) -> tuple[Status, float | None, dict]:
-        start = await guarded(environment.reset(self.task))
+        supervised = Supervised(environment, self.step_seconds)
+        start = await supervised.reset(self.task)
         self.messages.extend(start.messages)
         for index in range(environment.max_turns):
             turn, message = await self.say(index, tuple(start.tools))
             self.replies += 1
             self.messages.append(message)
-            result = await guarded(environment.step(turn))
+            result = await supervised.step(turn)
             self.messages.extend(result.messages)
             if result.done:
                 break
             if not result.messages:
                 raise env_base.EnvironmentError("the environment answered a turn with nothing and is not done")
-        return self.outcome(await guarded(environment.score()))
+        return self.outcome(await supervised.score())
 
 
 class EndpointEpisode(MessageEpisode):
     """An episode that an endpoint plays."""
 
-    def __init__(self, task: Task, seat: Seat, sampling: SamplingConfig, endpoint: ChatEndpoint, extra: dict[str, Any]):
-        super().__init__(task, seat, sampling)
-        self._endpoint, self._extra, self._reason = endpoint, extra, ""
+    def __init__(self, task: Task, seat: Seat, config: Config, sampling: SamplingConfig, endpoint: ChatEndpoint):
+        super().__init__(task, seat, sampling, config.rollout.step_timeout)
+        self._endpoint, self._extra, self._reason = endpoint, config.eval.endpoint.extra_body, ""
 
     @property
     def cut(self) -> bool:
@@ -85,7 +87,7 @@ class EndpointPlayer(Player):
         self._endpoint = endpoint
 
     def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> Episode:
-        return EndpointEpisode(task, seat, sampling, self._endpoint, self.config.eval.endpoint.extra_body)
+        return EndpointEpisode(task, seat, self.config, sampling, self._endpoint)
 
 
 def connect(config: PolicyEndpointConfig) -> ChatEndpoint:

@@ -20,6 +20,7 @@ BUILT_IN = {
     "navigation": "envs.navigation:Navigation",
     "tau2": "envs.tau2:Tau2",
     "claw_eval": "envs.claw_eval:ClawEval",
+    "mcp": "envs.mcp:MCP",
 }
 
 
@@ -33,6 +34,11 @@ class EnvironmentSource:
 
     def make(self) -> Environment:
         return self.cls(self.config, self.max_turns)
+
+    def at_once(self, most: int) -> int:
+        """How many episodes run at once: `most`, or fewer where the environment bears fewer."""
+        own = self.cls.at_once(self.config)
+        return most if own is None else min(most, own)
 
     def check(self) -> None:
         """Raises ConfigError for what episodes need and would not find, e.g. a user simulator's endpoint."""

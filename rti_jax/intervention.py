@@ -17,11 +17,12 @@ from envs.base import AssistantTurn, Environment, Evidence, Task
 from rti_jax import gate, leakage
 from rti_jax.chat import Chat, ParsedTurn
 from rti_jax.config import Config, ConfigError
-from rti_jax.environments import EnvironmentSource
 from rti_jax.limits import run_bounded
 from rti_jax.roles import Replacement, Roles, Verdict
 from rti_jax.rollout import Player, Seat, TurnView
 from rti_jax.seeds import derive_seed
+from rti_jax.supervised import Supervised
+from rti_jax.tool_schemas import ToolSchemas
 from rti_jax.types import (
     Correction,
     GateDecision,
@@ -71,7 +72,7 @@ async def intervene(
     tasks = list(tasks)
     result, by_id = list(groups), {t.id: t for t in tasks}
     waiting = [i for i, group in enumerate(groups) if triggered(group)]
-    swapped = await _foreign_evidence(tasks, player.source) if config.rti.control == "swapped_evidence" else {}
+    swapped = await _foreign_evidence(tasks, player) if config.rti.control == "swapped_evidence" else {}
 
     async def play(group: Group, attempt: int) -> IntervenedRollout:
         seat = Seat(config.seed, step, group.id, -1 - attempt)
@@ -83,7 +84,7 @@ async def intervene(
 
     for attempt in range(config.rti.attempts):
         jobs = [lambda g=result[i], a=attempt: play(g, a) for i in waiting]
-        rollouts = await score_corrections(await run_bounded(jobs, config.rollout.concurrency), score)
+        rollouts = await score_corrections(await run_bounded(jobs, player.concurrency), score)
         for i, rollout in zip(waiting, rollouts, strict=True):
             settled = dataclasses.replace(rollout, decision=decide(rollout.trajectory, config))
             group = dataclasses.replace(result[i], attempts=(*result[i].attempts, settled))
@@ -92,16 +93,18 @@ async def intervene(
     return result
 
 
-async def _foreign_evidence(tasks: Sequence[Task], source: EnvironmentSource) -> dict[str, Evidence]:
+async def _foreign_evidence(tasks: Sequence[Task], player: Player) -> dict[str, Evidence]:
     """For each task the evidence of the next one: a control, under which nothing should be admitted."""
     if len(tasks) < 2:
         raise ConfigError("rti.control=swapped_evidence needs two tasks a step; raise rollout.groups_per_step")
     evidence = []
     for task in tasks:
-        environment = source.make()
-        await environment.reset(task)
-        evidence.append(environment.evidence())
-        await environment.close()
+        environment = player.source.make()
+        try:
+            await Supervised(environment, player.config.rollout.step_timeout).reset(task)
+            evidence.append(environment.evidence())
+        finally:
+            await environment.close()
     return {task.id: evidence[(i + 1) % len(tasks)] for i, task in enumerate(tasks)}
 
 
@@ -197,10 +200,11 @@ class Reviewer:
         seed: int,
     ) -> Proposal:
         """Checks a proposal: form, post-check (verifier and leak guard, both always asked), gate of the turn."""
-        detail, verdict_text = "", None
-        rejected = self._malformed(view, new)
+        verdict_text = None
+        detail = self._malformed(view, new)
+        rejected = RejectReason.MALFORMED if detail else None
         if rejected:
-            detail = new.parsed.malformed or "longer than the context"
+            pass  # nobody is asked about it
         elif new.response_ids == turn.response_ids or new.parsed.text == parsed.text:
             rejected = RejectReason.UNCHANGED
         elif self._config.rti.post_check:
@@ -228,9 +232,15 @@ class Reviewer:
         wins = self._environment.valid(turn)
         return None if wins is None or self._environment.expert() is None else wins
 
-    def _malformed(self, view: TurnView, new: Replacement) -> RejectReason | None:
-        fits = len(view.prompt_ids) + len(new.response_ids) <= self._config.sampling.max_context
-        return RejectReason.MALFORMED if new.parsed.malformed or not fits else None
+    def _malformed(self, view: TurnView, new: Replacement) -> str:
+        """Why a rewrite could not be played as it was meant; empty if it can."""
+        if new.parsed.malformed:
+            return new.parsed.malformed
+        if len(view.prompt_ids) + len(new.response_ids) > self._config.sampling.max_context:
+            return "longer than the context"
+        if not self._environment.check_arguments:
+            return ""
+        return next((c.error for c in ToolSchemas(view.tools).check(new.parsed.turn).tool_calls if c.error), "")
 
     def _leaks(self, view: TurnView, parsed: ParsedTurn, new: Replacement, evidence: Evidence) -> tuple[str, ...]:
         if not self._config.rti.leak_guard:

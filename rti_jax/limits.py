@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class EpisodeTimeout(Exception):
-    """An episode took longer than `rollout.episode_timeout`."""
+    """What was awaited took longer than its limit."""
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

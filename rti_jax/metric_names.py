@@ -23,7 +23,7 @@ NAMES: dict[str, str] = {
     "rollout/environment_error": "episodes that the environment broke; not in any mean",
     "rollout/user_error": "episodes that the user simulator broke; not in any mean",
     "rollout/judge_error": "episodes that could not be graded; not in any mean",
-    "rollout/timeout": "episodes that took longer than rollout.episode_timeout; not in any mean",
+    "rollout/timeout": "episodes that, or a call in which, took longer than its limit; not in any mean",
     "rti/groups_triggered": "groups whose valid members all failed",
     "rti/attempts": "intervened episodes that were played",
     "rti/attempts_in_error": "of these, ended by the infrastructure",

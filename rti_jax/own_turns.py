@@ -82,6 +82,6 @@ async def _collect(folder, source, tasks, config, on_episode) -> list[OwnTurn]:
             return recorders[-1].turns if recorders else []
 
         jobs = [lambda i=i, t=t: play(i, t) for i, t in enumerate(tasks)]
-        return [turn for turns in await run_bounded(jobs, config.rollout.concurrency) for turn in turns]
+        return [turn for turns in await run_bounded(jobs, player.concurrency) for turn in turns]
     finally:
         await engine.close()

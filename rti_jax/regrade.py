@@ -22,8 +22,8 @@ from rti_jax.types import Status, Trajectory
 class ReplayEpisode(MessageEpisode):
     """An episode whose turns are those of a recorded one."""
 
-    def __init__(self, task: Task, seat: Seat, sampling: SamplingConfig, recorded: Trajectory, chat: Chat | None):
-        super().__init__(task, seat, sampling)
+    def __init__(self, task: Task, seat: Seat, config: Config, recorded: Trajectory, chat: Chat | None):
+        super().__init__(task, seat, config.sampling, config.rollout.step_timeout)
         self._recorded, self._chat = recorded, chat
 
     async def say(self, index: int, tools: Tools) -> tuple[AssistantTurn, Message]:
@@ -43,7 +43,7 @@ class ReplayPlayer(Player):
         self._episodes = episodes
 
     def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> Episode:
-        return ReplayEpisode(task, seat, sampling, self._episodes[seat.id], self.chat)
+        return ReplayEpisode(task, seat, self.config, self._episodes[seat.id], self.chat)
 
 
 def recorded_turn(episode: Trajectory, index: int, tools: Tools, chat: Chat | None) -> AssistantTurn:

@@ -33,6 +33,7 @@ from rti_jax.own_turns import expert_turn
 from rti_jax.roles import Roles
 from rti_jax.rollout import Player, Seat, TurnView
 from rti_jax.statistics import Estimate, ratio_interval
+from rti_jax.supervised import Supervised
 from rti_jax.types import Turn
 
 STREAM = "roles"  # random stream of its own
@@ -158,7 +159,7 @@ async def measure(
         return examiners[-1].rows if examiners else []
 
     jobs = [lambda i=i, t=t: (replay if recorded else play)(i, t) for i, t in enumerate(recorded or tasks)]
-    for episode in await run_bounded(jobs, player.config.rollout.concurrency):
+    for episode in await run_bounded(jobs, player.concurrency):
         rows += episode
     scored = [i for i, (_, _, ids) in enumerate(rows) if ids]
     values = await score([rows[i][1:] for i in scored]) if scored else ()
@@ -171,12 +172,13 @@ async def measure(
 async def _examine_again(player: Player, roles: Roles, turn: Recorded, task: Task, seat: Seat) -> list:
     """Brings an episode to the state of a recorded turn, and asks the roles about it; rows of an `Examiner`."""
     environment, chat = player.source.make(), player.chat
-    start = await environment.reset(task)
+    supervised = Supervised(environment, player.config.rollout.step_timeout)
+    start = await supervised.reset(task)
     prompt, tools = chat.start(start.messages, start.tools), tuple(start.tools)
     messages, written = list(start.messages), list(start.messages)
     for ids in turn.history:
         parsed = chat.parse(prompt, ids, tools)
-        result = await environment.step(parsed.turn)
+        result = await supervised.step(parsed.turn)
         written.append(parsed.as_written())
         prompt = chat.extend(prompt, ids, result.messages, tools, written)
         messages += [parsed.as_message(), *result.messages]

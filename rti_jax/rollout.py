@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from envs import base as env_base
 from envs.base import Environment, Message, Task
@@ -21,6 +21,7 @@ from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineErr
 from rti_jax.environments import EnvironmentSource, environment_source, load_environment, sample_tasks
 from rti_jax.limits import CLOSE_SECONDS, EpisodeTimeout, run_bounded, within
 from rti_jax.seeds import derive_seed
+from rti_jax.supervised import Supervised
 from rti_jax.types import Group, Status, Trajectory, Turn
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,11 @@ class Player:
         self.engine = engine
         self.config = config
 
+    @property
+    def concurrency(self) -> int:
+        """Episodes at once: `rollout.concurrency`, or fewer where the environment bears fewer."""
+        return self.source.at_once(self.config.rollout.concurrency)
+
     async def collect(
         self,
         tasks: Sequence[Task],
@@ -117,7 +122,7 @@ class Player:
                 on_episode(trajectory)
             return trajectory
 
-        played = await run_bounded([lambda t=t, s=s: play(t, s) for t, s in seats], self.config.rollout.concurrency)
+        played = await run_bounded([lambda t=t, s=s: play(t, s) for t, s in seats], self.concurrency)
         groups = [played[i : i + size] for i in range(0, len(played), size)]
         return [Group(g[0].group_id, g[0].task_id, tuple(g)) for g in groups]
 
@@ -141,7 +146,7 @@ class Player:
 
     def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> "Episode":
         """An episode that has not been played; another kind of policy has another kind of episode."""
-        return Episode(task, seat, self.chat, self.engine, sampling)
+        return Episode(task, seat, self.chat, self.engine, sampling, self.config.rollout.step_timeout)
 
     async def _attempt(self, task: Task, seat: Seat, sampling: SamplingConfig, reviser: Reviser | None) -> Trajectory:
         episode = self.begin(task, seat, sampling)
@@ -149,7 +154,7 @@ class Player:
         try:
             status, reward, info = await within(seconds, episode.play(self.source, reviser))
         except EpisodeTimeout:
-            status, reward, info = Status.TIMEOUT, None, {"error": f"not finished after {seconds:g} s"}
+            status, reward, info = Status.TIMEOUT, None, {"error": f"the episode took longer than {seconds:g} s"}
         except env_base.EnvironmentError as error:
             status, reward, info = Status(error.status), None, {"error": str(error)}
         except EngineDiedError:
@@ -175,12 +180,15 @@ class Player:
 class Episode:
     """One episode in progress; what it has so far outlives its cancellation."""
 
-    def __init__(self, task: Task, seat: Seat, chat: Chat, engine: Engine, sampling: SamplingConfig):
+    def __init__(
+        self, task: Task, seat: Seat, chat: Chat, engine: Engine, sampling: SamplingConfig, step_seconds: float
+    ):
         self.task = task
         self.seat = seat
         self.chat = chat
         self.engine = engine
         self.sampling = sampling
+        self.step_seconds = step_seconds
         self.turns: list[Turn] = []
         self.replies = 0  # turns without token ids
         self.messages: list[Message] = []  # for viewers and endpoints
@@ -199,7 +207,7 @@ class Episode:
         """Plays to the end and closes the environment, whatever happens; returns (status, reward, info)."""
         environment = None
         try:
-            environment = await guarded(_make(source))
+            environment = _make(source)
             return await self._play(environment, reviser(environment) if reviser else None)
         except ContextLengthError as error:
             return Status.TRUNCATED, 0.0, {"error": str(error)}
@@ -208,7 +216,8 @@ class Episode:
                 await _close(environment)
 
     async def _play(self, environment: Environment, revise: Revise | None) -> tuple[Status, float | None, dict]:
-        start = await guarded(environment.reset(self.task))
+        supervised = Supervised(environment, self.step_seconds)
+        start = await supervised.reset(self.task)
         tools = tuple(start.tools)
         self._show(start.messages)
         prompt_ids = self.chat.start(self._written, tools)
@@ -223,7 +232,7 @@ class Episode:
                 turn, parsed = await revise(view, turn, parsed)
             self.turns.append(turn)
             self.messages.append(parsed.as_message())
-            result = await guarded(environment.step(parsed.turn))
+            result = await supervised.step(parsed.turn)
             history = [*self._written, parsed.as_written()]
             self._written = [*history, *result.messages]
             self.messages.extend(result.messages)
@@ -232,7 +241,7 @@ class Episode:
             if not result.messages:
                 raise env_base.EnvironmentError("the environment answered a turn with nothing and is not done")
             prompt_ids = self.chat.extend(prompt_ids, turn.response_ids, result.messages, tools, history)
-        return self.outcome(await guarded(environment.score()))
+        return self.outcome(await supervised.score())
 
     async def _sample(self, view: TurnView, room: int) -> tuple[Turn, ParsedTurn]:
         result = await self.engine.generate(
@@ -273,14 +282,9 @@ class Episode:
         return status, float(outcome.reward), dict(outcome.info)
 
 
-async def _make(source: EnvironmentSource) -> Environment:
-    return source.make()
-
-
-async def guarded(call: Awaitable[T]) -> T:
-    """An environment's call; whatever it raises is an error of that environment."""
+def _make(source: EnvironmentSource) -> Environment:
     try:
-        return await call
+        return source.make()
     except env_base.EnvironmentError:
         raise
     except Exception as error:

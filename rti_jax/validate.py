@@ -4,10 +4,11 @@
     rti validate configs/tau2_retail_qwen3_8b.yaml
 
 On every task of the config's splits: gold play (`Environment.expert`) scores 1; doing nothing (`Environment.idle`)
-scores 0, but for the tasks that the environment names as exceptions, which must be won; the evidence is there, hides
-itself, is the same whenever it is asked for, and nothing in it is untrue (`Environment.check_evidence`). Then all those
-episodes are played again, many at once and turn by turn in between each other: each must see, message by message, and
-score what it saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever the environment
+scores 0, but for the tasks that the environment names as exceptions, which must be won; calls fit their tools' schemas;
+the evidence is there, hides itself, is the same whenever it is asked for, and nothing in it is untrue
+(`Environment.check_evidence`; the table says "unchecked" where an environment has none). Then all those episodes are
+played again, many at once and turn by turn in between each other: each must see, message by message, and score what it
+saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever the environment
 awaits something. Nothing else than the environment is needed: no model, and no endpoint (`Environment.rehearsal`).
 """
 
@@ -15,25 +16,25 @@ import asyncio
 import collections
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from envs.base import AssistantTurn, Environment, Evidence, Outcome, Task
+from envs.base import AssistantTurn, Environment, EnvironmentError, Evidence, Outcome, Task
 from rti_jax import config as config_lib
 from rti_jax.environments import EnvironmentSource, environment_source
 from rti_jax.eval_play import COLUMNS
 from rti_jax.limits import EpisodeTimeout, run_bounded, within
+from rti_jax.supervised import Supervised
 from rti_jax.task_sets import limited
 
 SECONDS = 60.0  # of one set-up, turn or score
 TOGETHER = 64  # episodes at once
 SHOWN = 20  # violations that are printed of each kind
-T = TypeVar("T")
 
 
 class Violation(Exception):
@@ -68,6 +69,7 @@ class Report:
     idle: tuple[str, ...]  # ids of tasks that doing nothing wins
     together: int  # episodes that were played at once
     findings: tuple[Finding, ...]
+    checked: bool = True  # whether the environment has a check of what its evidence says
 
 
 def main(config: config_lib.Config, limit: int | None = None, seconds: float = SECONDS) -> int:
@@ -111,7 +113,7 @@ async def check(
         advance()
         return played
 
-    together = await run_bounded([lambda t=t, c=c: again(t, c) for t, c in jobs], TOGETHER)
+    together = await run_bounded([lambda t=t, c=c: again(t, c) for t, c in jobs], source.at_once(TOGETHER))
     for (task, choose), first, second in zip(jobs, alone, together, strict=True):
         if first != second:
             what = "gold" if choose is _expert else "idle"
@@ -126,6 +128,7 @@ async def check(
         idle=tuple(t.id for t, w in zip(tasks, won[1::2], strict=True) if w),
         together=len(together),
         findings=tuple(findings),
+        checked=source.cls.check_evidence is not Environment.check_evidence,
     )
 
 
@@ -138,25 +141,27 @@ async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: f
     environment = None
     try:
         environment = source.cls.rehearsal(source.config, source.max_turns)
-        start = await _limited(environment.reset(task), seconds, "reset")
+        supervised = Supervised(environment, seconds)
+        start = await supervised.reset(task)
         seen.append(_text([*start.messages, *start.tools]))
         for _ in range(source.max_turns):
             turn = choose(environment)
             if turn is None:
                 raise Violation(f"the expert gives up after {len(seen) - 1} turns")
-            result = await _limited(environment.step(turn), seconds, "step")
+            if unfit := [call.error for call in supervised.checked(turn).tool_calls if call.error]:
+                raise Violation(f"a call of turn {len(seen) - 1} does not fit its tool: {unfit[0]}")
+            result = await supervised.step(turn)
             seen.append(_text(result.messages))
             if result.done:
                 break
             if not result.messages:
                 raise Violation("step answered with nothing and is not done")
             await asyncio.sleep(0)
-        outcome = await _limited(environment.score(), seconds, "score")
+        outcome = await supervised.score()
         seen.append(_text(dataclasses.asdict(outcome)))
         return Played(tuple(seen), outcome)
     except Exception as error:  # an environment may raise anything; here it is what was looked for
-        text = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-        return Played(tuple(seen), None, text)
+        return Played(tuple(seen), None, _said(error))
     finally:
         if environment is not None:
             await _close(environment, seconds)
@@ -164,10 +169,13 @@ async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: f
 
 async def evidence_problems(source: EnvironmentSource, task: Task, seconds: float = SECONDS) -> list[str]:
     """What is wrong with the evidence of a task."""
+    made: list[Environment] = []
     try:
-        environment, other = (source.cls.rehearsal(source.config, source.max_turns) for _ in range(2))
-        for each in (environment, other):
-            start = await _limited(each.reset(task), seconds, "reset")
+        for _ in range(2):
+            made.append(source.cls.rehearsal(source.config, source.max_turns))
+            supervised = Supervised(made[-1], seconds)
+            start = await supervised.reset(task)
+        other, environment = made
         evidence = environment.evidence()
         if not isinstance(evidence, Evidence) or not evidence.text.strip():
             return ["there is none"]
@@ -178,14 +186,15 @@ async def evidence_problems(source: EnvironmentSource, task: Task, seconds: floa
         if any(value and value in repr(evidence) for value in (evidence.text, *evidence.values) if len(value) > 12):
             problems.append("its repr shows it")
         if (turn := environment.expert()) is not None:
-            await _limited(environment.step(turn), seconds, "step")
+            await supervised.step(turn)
         if not (evidence == environment.evidence() == other.evidence()):
             problems.append("it is not the same in another episode, or after a turn")
-        for each in (environment, other):
-            await _close(each, seconds)
         return problems
     except Exception as error:
-        return [f"{type(error).__name__} while it was checked"]  # the error's words may hold evidence
+        return [f"{type(error.__cause__ or error).__name__} while it was checked"]  # its words may hold evidence
+    finally:
+        for each in made:
+            await _close(each, seconds)
 
 
 def show(name: str, reports: Sequence[Report], console: Console) -> None:
@@ -195,7 +204,7 @@ def show(name: str, reports: Sequence[Report], console: Console) -> None:
     )
     for r in reports:
         wrong = collections.Counter(f.check for f in r.findings)
-        evidence = f"{wrong['evidence']} wrong" if wrong["evidence"] else "true"
+        evidence = f"{wrong['evidence']} wrong" if wrong["evidence"] else "true" if r.checked else "unchecked"
         at_once = f"{r.together}, {wrong['isolation']} differ" if wrong["isolation"] else f"{r.together}, all as alone"
         table.add_row(
             r.split,
@@ -276,11 +285,9 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 
-async def _limited(awaitable: Awaitable[T], seconds: float, name: str) -> T:
-    try:
-        return await within(seconds, awaitable)
-    except EpisodeTimeout:
-        raise Violation(f"{name} took longer than {seconds:g} s") from None
+def _said(error: Exception) -> str:
+    """An error in words; one that this package raised speaks for itself."""
+    return str(error) if isinstance(error, Violation | EnvironmentError) else f"{type(error).__name__}: {error}"
 
 
 async def _close(environment: Environment, seconds: float) -> None:

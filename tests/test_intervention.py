@@ -152,6 +152,7 @@ class TestRejections:
         [
             ({"corrector": lambda text: "<tool_call>\n{\n</tool_call>"}, RejectReason.MALFORMED),
             ({"corrector": lambda text: ""}, RejectReason.MALFORMED),
+            ({"corrector": lambda text: call("look", name=3)}, RejectReason.MALFORMED),
             ({"corrector": lambda text: "word " * 100}, RejectReason.MALFORMED),
             ({"corrector": lambda text: WRONG}, RejectReason.UNCHANGED),
             ({"verifier": lambda text: '{"verdict": "reject", "reason": "leak"}'}, RejectReason.LEAK),

@@ -155,6 +155,22 @@ class TestLimits:
         assert [{t.status for t in g.trajectories} for g in groups] == [{Status.SUCCESS}] * 3 + [{Status.TIMEOUT}]
         assert groups[3].valid == () and len(groups[3].trajectories[0].turns) == 1
 
+    @pytest.mark.parametrize("phase", ["reset", "step", "score"])
+    def test_each_call_of_the_environment_has_a_limit_that_names_it(self, phase):
+        class Stuck(Lookup):
+            pass
+
+        async def stuck(self, *args):
+            await asyncio.sleep(3600)
+
+        setattr(Stuck, phase, stuck)
+        p = player(rollout={"step_timeout": 0.05, "episode_timeout": 20.0})
+        p.source = type(p.source)(Stuck, Stuck.Config(), 4)
+        t = play(p)
+        assert (t.status, t.reward) == (Status.TIMEOUT, None)
+        assert t.info["error"] == f"{phase} took longer than 0.05 s"
+        assert len(t.turns) == {"reset": 0, "step": 1, "score": 2}[phase]
+
     def test_concurrency(self):
         p = player(rollout={"concurrency": 3})
         running, most = 0, 0
@@ -172,6 +188,58 @@ class TestLimits:
         p.source = type(p.source)(Counted, Counted.Config(), 4)
         asyncio.run(p.collect([lookup_task()] * 6, step=0))
         assert most == 3
+        Counted.at_once = classmethod(lambda cls, config: 2)
+        most = 0
+        asyncio.run(p.collect([lookup_task()] * 6, step=0))
+        assert most == 2
+
+
+class TestArguments:
+    """Calls are checked against the JSON schemas of the tools before the environment sees them."""
+
+    def answers(self, first, own=False):
+        """The tool's answer to a first call, and the environment's record of what it ran."""
+        ran = []
+
+        class Recorded(Lookup):
+            check_arguments = not own
+
+            def _result(self, call):
+                ran.append((call.name, call.error))
+                return super()._result(call)
+
+        p = player(lambda text: good_player(text) if "<tool_response>" in text else first)
+        p.source = type(p.source)(Recorded, Recorded.Config(), 4)
+        t = play(p)
+        return t.messages[3]["content"], ran[0], t.success
+
+    def test_a_wrong_type_names_the_field(self):
+        text, ran, success = self.answers(call("look", name=3))
+        assert text == "Error: argument name: 3 is not of type 'string'" and ran[1] == text[7:]
+        assert success  # the policy's mistake cost a turn
+
+    def test_an_unknown_tool_is_answered_with_those_there_are(self):
+        assert self.answers(call("find", name="Ada"))[0] == "Error: unknown tool find; the tools are look, answer"
+
+    def test_a_call_that_fits_arrives_as_it_was(self):
+        text, ran, _ = self.answers(call("look", name="Ada"))
+        assert "X4711" in text and ran == ("look", None)
+
+    def test_an_environment_may_word_these_errors_itself(self):
+        text, ran, _ = self.answers(call("find", name="Ada"), own=True)
+        assert text == "Error: no tool find" and ran == ("find", None)
+
+    def test_a_schema_that_is_none_is_the_environments_error(self):
+        class Wrong(Lookup):
+            async def reset(self, task):
+                start = await super().reset(task)
+                function = {"name": "look", "parameters": {"type": "objekt"}}
+                return type(start)(start.messages, [{"type": "function", "function": function}])
+
+        p = player()
+        p.source = type(p.source)(Wrong, Wrong.Config(), 4)
+        t = play(p)
+        assert t.status is Status.ENVIRONMENT_ERROR and "the schema of tool look" in t.info["error"]
 
 
 class TestErrors:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from envs.base import AssistantTurn, Environment, Evidence, Observation, Outcome, StepResult, Task
+from envs.base import AssistantTurn, Environment, Evidence, Observation, Outcome, StepResult, Task, ToolCall
 from rti_jax import cli, validate
 from rti_jax.config import EnvConfig
 from rti_jax.environments import EnvironmentSource, environment_source
@@ -81,6 +81,17 @@ class FalseEvidence(Sum):
         return Evidence("The sum is 1000.")
 
 
+class Lasting(Sum):
+    """Leaves something behind for the episode after it."""
+
+    greeted: ClassVar[list] = []
+
+    async def reset(self, task):
+        start = await super().reset(task)
+        self.greeted.append(task.id)
+        return Observation([*start.messages, {"role": "user", "content": f"You are number {len(self.greeted)}."}])
+
+
 class NoEvidence(Sum):
     def evidence(self):
         return Evidence(" ")
@@ -113,6 +124,20 @@ class Clock(Sum):
 class Slow(Sum):
     async def score(self):
         await asyncio.sleep(60)
+
+
+class Misfit(Sum):
+    """Its expert calls a tool with an argument that the tool does not take."""
+
+    async def reset(self, task):
+        start = await super().reset(task)
+        parameters = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+        return Observation(
+            start.messages, [{"type": "function", "function": {"name": "say", "parameters": parameters}}]
+        )
+
+    def expert(self):
+        return AssistantTurn("", (ToolCall("say", {"sum": self.result}),))
 
 
 class Broken(Sum):
@@ -158,8 +183,10 @@ class TestChecks:
             (FalseEvidence, all_tasks("evidence"), "the sum is another"),
             (NoEvidence, all_tasks("evidence"), "there is none"),
             (ShownEvidence, all_tasks("evidence"), "the first observation shows it"),
+            (Lasting, all_tasks("isolation"), "differs, also when it is played alone again"),
             (Clock, all_tasks("isolation"), "also when it is played alone again"),
             (Slow, all_tasks("gold") | all_tasks("idle"), "score took longer than 0.05 s"),
+            (Misfit, all_tasks("gold"), "a call of turn 0 does not fit its tool: argument sum: '3' is not of type"),
             (Broken, all_tasks("gold") | all_tasks("idle") | all_tasks("evidence"), "OSError"),
             (Silent, all_tasks("gold") | all_tasks("idle"), "answered with nothing"),
         ],
@@ -177,6 +204,31 @@ class TestChecks:
     def test_named_exceptions_are_listed_and_no_violation(self):
         report = check(Refusal)
         assert report.findings == () and report.idle == tuple(f"train/{i}" for i in range(1, 6))
+
+    def test_as_many_at_once_as_the_environment_bears(self):
+        running, most = set(), 0
+
+        class Few(Sum):
+            @classmethod
+            def at_once(cls, config):
+                return 3
+
+            async def reset(self, task):
+                nonlocal most
+                running.add(self)
+                most = max(most, len(running))
+                return await super().reset(task)
+
+            async def close(self):
+                running.discard(self)
+
+        assert check(Few).findings == () and most == 3
+
+    def test_evidence_that_nothing_checks_is_not_called_true(self):
+        class Unchecked(Sum):
+            check_evidence = Environment.check_evidence
+
+        assert check(Sum).checked and not check(Unchecked).checked
 
     def test_navigation_passes_and_false_evidence_there_is_found(self):
         config = EnvConfig(name="navigation", tools="short", places=[2, 3], train_tasks=12, test_tasks=12, candidates=2)

@@ -67,6 +67,7 @@ class Navigation(Environment):
     """
 
     Config: ClassVar[type[EnvironmentConfig]] = NavigationConfig
+    check_arguments: ClassVar[bool] = False  # Toolbox does, in words that the shipped policy was trained on
     config: NavigationConfig
 
     def __init__(self, config: NavigationConfig, max_turns: int):

@@ -53,6 +53,7 @@ class Tau2(Environment):
     """
 
     Config: ClassVar[type[EnvironmentConfig]] = Tau2Config
+    check_arguments: ClassVar[bool] = False  # τ²'s own tools do, and its evaluator reads what they answer
     config: Tau2Config
 
     def __init__(self, config: Tau2Config, max_turns: int, user: User | None = None, judge: Judge | None = None):

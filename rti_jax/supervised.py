@@ -1,0 +1,60 @@
+"""An environment as everything here drives it: calls checked, every wait limited, every error its own."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from envs.base import AssistantTurn, CallTimeout, Environment, EnvironmentError, Observation, Outcome, StepResult, Task
+from rti_jax.limits import EpisodeTimeout, within
+from rti_jax.tool_schemas import ToolSchemas
+
+T = TypeVar("T")
+
+
+class Supervised:
+    """Drives one episode of an environment.
+
+    Args:
+      seconds: limit of one `reset`, `step` or `score`; it holds wherever the environment awaits something.
+
+    Every method raises EnvironmentError, whatever the environment raises, and CallTimeout, which names the method.
+    """
+
+    def __init__(self, environment: Environment, seconds: float):
+        self.environment = environment
+        self._seconds = seconds
+        self._schemas: ToolSchemas | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        start = await self._await("reset", lambda: self.environment.reset(task))
+        if self.environment.check_arguments:
+            try:
+                self._schemas = ToolSchemas(start.tools)
+            except Exception as error:  # a tool without a name, a schema that is none
+                raise EnvironmentError(f"tools of the observation: {type(error).__name__}: {error}") from error
+        return start
+
+    async def step(self, turn: AssistantTurn) -> StepResult:
+        """Plays a turn; a call that does not fit its tool arrives with `error` set."""
+        return await self._await("step", lambda: self.environment.step(self.checked(turn)))
+
+    async def score(self) -> Outcome:
+        return await self._await("score", lambda: self.environment.score())
+
+    def checked(self, turn: AssistantTurn) -> AssistantTurn:
+        """The turn as the environment gets it."""
+        if self._schemas is None or not turn.tool_calls:
+            return turn
+        try:
+            return self._schemas.check(turn)
+        except ValueError as error:
+            raise EnvironmentError(str(error)) from error
+
+    async def _await(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await within(self._seconds, call())
+        except EpisodeTimeout:
+            raise CallTimeout(f"{name} took longer than {self._seconds:g} s") from None
+        except EnvironmentError:
+            raise
+        except Exception as error:
+            raise EnvironmentError(f"{type(error).__name__}: {error}") from error
