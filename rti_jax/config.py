@@ -59,6 +59,7 @@ class RolloutConfig(Section):
         300.0, gt=0
     )  # seconds of one set-up, one answer or one score of the environment
     retries: int = pydantic.Field(1, ge=0)  # of an episode that ended in an infrastructure error
+    max_rounds: int = pydantic.Field(1, ge=1)  # rounds of tasks in a step until groups_per_step have a gradient (dapo)
     truncated_is_failure: bool = True  # an episode cut by max_context counts as a failure (reward 0)
     tasks: str = ""  # train on these tasks of env.split only: a file with an id a line, e.g. of `rti select`
 
@@ -87,7 +88,7 @@ class RoleConfig(Section):
     """One of the three roles. By default the policy's own engine plays it."""
 
     endpoint: str = ""  # OpenAI-compatible base URL; empty = the policy itself
-    model: str = ""  # model name at that endpoint
+    model: str = ""  # name at that endpoint; without an endpoint: a Hugging Face folder, played frozen
     temperature: float | None = pydantic.Field(None, ge=0)  # None = sampling.temperature; 0 = greedy
     max_tokens: int | None = pydantic.Field(None, ge=1)  # None = sampling.max_tokens
 
@@ -121,6 +122,12 @@ class RTIConfig(Section):
     roles: RolesConfig = RolesConfig()
     replay: ReplayConfig = ReplayConfig()  # also without rti.enabled, so that a baseline can replay the same
 
+    @property
+    def role_folders(self) -> dict[str, str]:
+        """Role -> folder of the frozen model that plays it; roles of the policy and behind endpoints have none."""
+        roles = {name: getattr(self.roles, name) for name in RolesConfig.model_fields}
+        return {name: role.model for name, role in roles.items() if role.model and not role.endpoint}
+
 
 class GateConfig(Section):
     delta: float = pydantic.Field(5.0, ge=0)  # paper: perplexity threshold 5; 0 rejects all, inf admits all
@@ -132,19 +139,71 @@ class ReweightConfig(Section):
     epsilon_cal: float = pydantic.Field(0.2, ge=0, lt=1)  # ours
 
 
+class TeacherConfig(Section):
+    """The teacher of a baseline: one of path, urls and rollouts. It has the policy's vocabulary."""
+
+    path: str = ""  # Hugging Face folder; opd: scored by the learner, luffy: sampled by a vLLM of its own
+    urls: list[str] = []  # vLLM servers of the teacher, e.g. [http://host:8000]
+    rollouts: str = ""  # luffy: JSONL of its episodes, as `rti eval` writes it beside its result
+    temperature: float | None = pydantic.Field(None, gt=0, le=100)  # of the teacher; None = sampling.temperature
+    attempts: int = pydantic.Field(1, ge=1)  # luffy: episodes it plays for a failed group until one succeeds; ours
+
+
+# What a variant or a baseline sets where the config does not.
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dapo": {"clip_high": 0.28},
+    "opd": {"aggregation": "token_mean"},
+    "luffy": {"variant": "dr_grpo", "clip_low": 1.0, "clip_high": math.inf, "entropy_coef": 0.001},
+}
+
+
 class LossConfig(Section):
-    variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"  # paper: GRPO
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = None  # None = the variant's own
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"  # paper: GRPO; luffy sets dr_grpo
+    baseline: Literal["none", "opd", "luffy"] = "none"  # on-policy distillation, or off-policy guidance; without rti
+    teacher: TeacherConfig = TeacherConfig()
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = None  # None = the variant's; opd sets it
     constant: float | None = pydantic.Field(
         None, gt=0
     )  # divisor of "constant"; None = sampling.max_tokens * trajectories (Dr. GRPO)
-    clip_low: float = pydantic.Field(0.2, ge=0, lt=1)  # paper: epsilon = 0.2
-    clip_high: float = pydantic.Field(0.2, ge=0)  # paper; DAPO has 0.28, which loss.variant=dapo does not set for you
+    clip_low: float = pydantic.Field(0.2, ge=0, le=1)  # paper: epsilon = 0.2; luffy sets 1 (no clip)
+    clip_high: float = pydantic.Field(0.2, ge=0)  # paper; dapo sets 0.28, luffy inf (no clip)
     kl_beta: float = pydantic.Field(0.0, ge=0)  # ours: no KL by default
+    entropy_coef: float = pydantic.Field(0.0, ge=0)  # bonus on the policy's entropy; luffy sets 0.001
+    shaping: float = pydantic.Field(0.1, gt=0)  # luffy: gamma of p / (p + gamma) on the teacher's tokens
     behavior: Literal["recompute", "engine"] = "recompute"  # denominator of the ratio on policy tokens
     mismatch_clip: float | None = pydantic.Field(
         None, gt=0
     )  # truncated importance sampling of engine/learner mismatch; None = off
+
+    @property
+    def on_every_token(self) -> bool:
+        """Whether a term has a gradient on tokens without an advantage too, so that no row may be left out."""
+        return bool(self.kl_beta or self.entropy_coef)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in (data.get("baseline"), data.get("variant")):
+            data = (LOSS_DEFAULTS.get(name, {}) if isinstance(name, str) else {}) | data
+        return data
+
+    @pydantic.model_validator(mode="after")
+    def _one_teacher(self):
+        teacher = self.teacher
+        given = [k for k in ("path", "urls", "rollouts") if getattr(teacher, k)]
+        if self.baseline == "none" and given:
+            raise ValueError(f"teacher.{given[0]} is given, but loss.baseline=none has no teacher; use opd or luffy")
+        wanted = {"none": (), "opd": ("path", "urls"), "luffy": ("rollouts", "path", "urls")}[self.baseline]
+        if wanted and (len(given) != 1 or given[0] not in wanted):
+            names = " or ".join(f"loss.teacher.{k}" for k in wanted)
+            raise ValueError(f"baseline={self.baseline} needs one of {names}, got {', '.join(given) or 'none'}")
+        if self.baseline != "none" and self.variant == "gspo":
+            raise ValueError(
+                f"variant=gspo has one ratio per sequence; {self.baseline} needs one per token: use grpo or dr_grpo"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -180,6 +239,7 @@ class EngineConfig(Section):
     urls: list[str] = []  # servers, e.g. [http://host:8000]
     args: dict[str, Any] = {}  # passed to vLLM as they are
     memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
+    frozen_fraction: float = pydantic.Field(0.2, gt=0, le=1)  # the same for each engine of a teacher or a role; ours
     weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"  # how new weights reach the engine
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
 
@@ -237,8 +297,27 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _baseline_without_rti(cls, data: Any) -> Any:
+        """rti.enabled is true by default, but not beside a baseline."""
+        loss, rti = (data.get(k, {}) for k in ("loss", "rti")) if isinstance(data, dict) else (None, None)
+        if isinstance(loss, dict) and isinstance(rti, dict) and loss.get("baseline", "none") != "none":
+            return data | {"rti": {"enabled": False} | rti}
+        return data
+
     @pydantic.model_validator(mode="after")
     def _consistent(self):
+        if self.loss.baseline != "none" and self.rti.enabled:
+            raise ValueError(
+                f"loss.baseline={self.loss.baseline} and rti.enabled=true are two methods; "
+                "set rti.enabled=false or loss.baseline=none"
+            )
+        if self.rollout.max_rounds > 1 and self.loss.variant != "dapo":
+            raise ValueError(
+                f"rollout.max_rounds={self.rollout.max_rounds} replaces groups without a gradient, which only "
+                "loss.variant=dapo leaves out; set loss.variant=dapo or rollout.max_rounds=1"
+            )
         if self.loss.variant == "gspo" and self.reweight.enabled and self.rti.enabled:
             raise ValueError(
                 "loss.variant=gspo has one ratio per sequence, so token weights have no place in it; "
@@ -253,6 +332,15 @@ class Config(Section):
         if math.isnan(self.gate.delta):
             raise ValueError("gate.delta must be a number, or inf to admit every perplexity")
         return self
+
+    @property
+    def frozen_folders(self) -> dict[str, str]:
+        """Key -> folder of a model that a vLLM of its own serves in this run, never updated."""
+        asked = self.rti.enabled or self.eval.roles
+        folders = {f"rti.roles.{k}.model": v for k, v in self.rti.role_folders.items()} if asked else {}
+        if self.loss.baseline == "luffy" and self.loss.teacher.path:
+            folders["loss.teacher.path"] = self.loss.teacher.path
+        return folders
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -271,19 +359,43 @@ def load_config(
 ) -> SchemaT:
     """A checked config: the YAML file, then `a.b=value` overrides in their order (values are YAML).
 
+    A file may start from another one, `inherits: other.yaml` (relative to it): its keys are set over that one's.
+
     Args:
       check_env: checks the environment's own keys too (`rti_jax.environments.env_config`).
 
     Raises:
       ConfigError: one line for each mistake; a key's line names where it was given and the nearest valid key.
     """
-    data = read_yaml(path)
+    data = read_inherited(path)
     given = [apply_override(data, override) for override in overrides]
     origin: Origin = lambda key: _origin(key, given, path)  # noqa: E731
     config = validate(data, schema, origin)
     if check_env:
         check_env(config.env, origin)
     return config
+
+
+def read_inherited(path: str | pathlib.Path, seen: Sequence[pathlib.Path] = ()) -> dict[str, Any]:
+    """A YAML file set over the one that its key `inherits` names, section by section; lists are replaced."""
+    path = pathlib.Path(path)
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: inherits from itself")
+    data = read_yaml(path)
+    if "inherits" not in data:
+        return data
+    base = data.pop("inherits")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{path}: inherits: expected the name of a config beside it, got {config_errors.shown(base)}")
+    return _over(read_inherited(path.parent / base, (*seen, path.resolve())), data)
+
+
+def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in data.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _over(base[key], value) if both else value
+    return merged
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:

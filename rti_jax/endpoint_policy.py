@@ -86,6 +86,10 @@ class EndpointPlayer(Player):
         super().__init__(source, None, None, config)
         self._endpoint = endpoint
 
+    @property
+    def concurrency(self) -> int:
+        return min(self.config.eval.endpoint.concurrency, super().concurrency)
+
     def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> Episode:
         return EndpointEpisode(task, seat, self.config, sampling, self._endpoint)
 

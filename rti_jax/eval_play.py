@@ -70,7 +70,7 @@ async def _play(player: rollout.Player, missing, store: eval_store.Store, total:
             store.add(trajectory)
             watch(trajectory)
 
-        await run_bounded([lambda t=t, s=s: one(t, s) for t, s in missing], policies.concurrency(config))
+        await run_bounded([lambda t=t, s=s: one(t, s) for t, s in missing], player.concurrency)
 
 
 class Watch:

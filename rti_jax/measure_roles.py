@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from envs.base import Task
-from rti_jax import policies, role_eval, rollout, runs
+from rti_jax import frozen, policies, role_eval, rollout, runs
 from rti_jax import roles as roles_lib
 from rti_jax.config import Config, ConfigError
 from rti_jax.environments import environment_source
@@ -65,5 +65,9 @@ async def _ask_roles(player: rollout.Player, policy: Policy, tasks: Sequence[Tas
     async def score(rows):
         return await asyncio.to_thread(scorer.score, policy.params, rows)
 
-    team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
-    return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)
+    endpoints, folders = roles_lib.connect(config.rti), config.rti.role_folders
+    for role, folder in folders.items():
+        frozen.check_vocabulary(player.chat, folder, f"rti.roles.{role}.model")
+    async with frozen.serving(folders, config) as engines:
+        team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, endpoints, engines)
+        return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)

@@ -114,13 +114,6 @@ def restored(config: Config, step: int | None) -> Policy:
     return dataclasses.replace(policy, params=params)
 
 
-def concurrency(config: Config) -> int:
-    """Episodes at once."""
-    if config.eval.endpoint.url:
-        return min(config.eval.endpoint.concurrency, config.rollout.concurrency)
-    return config.rollout.concurrency
-
-
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 

@@ -8,7 +8,7 @@ these differ so may the grade.
 from collections.abc import Mapping, Sequence
 
 from envs.base import AssistantTurn, EnvironmentError, Message, Task
-from rti_jax import endpoint_policy, policies
+from rti_jax import endpoint_policy
 from rti_jax.chat import Chat
 from rti_jax.config import Config, SamplingConfig
 from rti_jax.endpoint_policy import MessageEpisode, Tools
@@ -60,7 +60,7 @@ def graded(episode: Trajectory) -> bool:
 
 
 async def regrade(
-    player: ReplayPlayer, places: Sequence[tuple[Task, Seat]], store: Store, config: Config, on_episode=lambda: None
+    player: ReplayPlayer, places: Sequence[tuple[Task, Seat]], store: Store, on_episode=lambda: None
 ) -> dict[str, Trajectory]:
     """Outcomes of episodes played again, by id; those that the store has are not."""
 
@@ -69,7 +69,7 @@ async def regrade(
         on_episode()
 
     jobs = [lambda t=t, s=s: one(t, s) for t, s in store.missing(places)]
-    await run_bounded(jobs, policies.concurrency(config))
+    await run_bounded(jobs, player.concurrency)
     return {seat.id: store.outcome(seat.id) for _, seat in places}
 
 

@@ -142,7 +142,7 @@ async def _regrade(
     ):
         places = [(task, seat) for task, seat in seats if seat.id in episodes]
         bar = progress.add_task("graded again", total=len(places), completed=len(places) - len(store.missing(places)))
-        return await regrade.regrade(player, places, store, config, lambda: progress.advance(bar))
+        return await regrade.regrade(player, places, store, lambda: progress.advance(bar))
 
 
 def take_one_of_each_family(rows: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from envs.base import Environment, JudgeError, Observation, Outcome, StepResult, Task
-from rti_jax import chat, policies, select, task_sets
+from rti_jax import chat, select, task_sets
 from rti_jax.config import ConfigError
 from rti_jax.engine_errors import EngineDiedError
 from rti_jax.environments import environment_source
@@ -175,4 +175,3 @@ def test_mistakes_are_one_line(zoo, tmp_path):
     zoo()
     with pytest.raises(ConfigError, match="tasks: 7 -> 1"):
         zoo(limit=1)
-    assert policies.concurrency(zoo.config) == 32
