@@ -34,7 +34,7 @@ from envs.claw_eval.config import ClawEvalConfig
 from envs.claw_eval.judge import Answers, ConstantAnswers, EndpointAnswers
 from envs.endpoint import resolve
 
-REHEARSAL_SCORE = 0.0  # of the judge in rehearsals
+REHEARSAL_SCORE = 0.5  # of the judge in rehearsals
 BAD_REQUEST, NOT_FOUND, BROKEN = 400, 404, 500
 READS = ("list", "get", "search", "find", "read")
 RULES = """\
@@ -107,7 +107,7 @@ class ClawEval(Environment):
 
     @classmethod
     def rehearsal(cls, config: ClawEvalConfig, max_turns: int) -> "ClawEval":
-        """With a judge that gives everything 0, and a user with nothing to add."""
+        """With a judge that gives everything 0.5, and a user with nothing to add."""
         return cls(config, max_turns, ConstantAnswers(REHEARSAL_SCORE), user.SilentUser())
 
     async def reset(self, task: Task) -> Observation:

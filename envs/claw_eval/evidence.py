@@ -12,9 +12,11 @@ from envs.claw_eval.checkout import Checkout, Entry
 
 CUT = " [...]"
 SHORTEST, LONGEST = 3, 60  # characters of a name
-NAMING = re.compile(
-    r"name|title|subject|from|to|email|sender|owner|reporter|assignee|company|customer|contact|id$", re.I
-)
+NAMING = set(
+    "id name title subject from to email sender recipient owner author user reporter assignee attendees company customer "
+    "client contact supplier vendor product".split()
+)  # parts of a key whose values name something
+PROPER = re.compile(r"[A-Z][\w.'-]+(?: [A-Z][\w.'-]+)+|\S+@\S+")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,5 +83,6 @@ def _leaves(value: Any, key: str) -> Iterator[str]:
     elif isinstance(value, list):
         for v in value:
             yield from _leaves(v, key)
-    elif isinstance(value, str) and NAMING.search(key) and SHORTEST <= len(value.strip()) <= LONGEST:
-        yield value.strip()
+    elif isinstance(value, str) and SHORTEST <= len(text := value.strip()) <= LONGEST:
+        if NAMING & set(key.lower().split("_")) or PROPER.fullmatch(text):
+            yield text
