@@ -1,5 +1,6 @@
 """The keys of Claw-Eval under `env:` in a config."""
 
+import datetime
 from typing import Literal
 
 import pydantic
@@ -30,6 +31,7 @@ class ClawEvalConfig(EnvironmentConfig):
     subset: str = ""  # file of the hard tasks' ids, one a line or a YAML or JSON list; `rti select` writes one
     variants: str = ""  # folder of training tasks in the benchmark's format: the split `train`
     repair: bool = False  # mend the benchmark's known faults (docs/claw_eval.md); false scores as it does
+    clock: str = ""  # what time services take it to be, e.g. "2026-03-02T09:00:00+00:00"; empty = the real time
     web: bool = False  # tasks whose services fetch from the internet, in this process; see docs before you turn it on
     prompt: Literal["full", "no_schemas", "plain"] = (
         "full"  # the benchmark's system prompt; without schemas; its short one
@@ -40,3 +42,10 @@ class ClawEvalConfig(EnvironmentConfig):
     evidence_chars: int = pydantic.Field(8000, ge=500)  # budget of the evidence's text
     judge: JudgeConfig = JudgeConfig()
     user: UserConfig = UserConfig()
+
+    @pydantic.field_validator("clock")
+    @classmethod
+    def _moment(cls, text: str) -> str:
+        if text and datetime.datetime.fromisoformat(text).tzinfo is None:
+            raise ValueError("a time with its zone is needed, e.g. 2026-03-02T09:00:00+00:00")
+        return text

@@ -35,6 +35,7 @@ from envs.claw_eval.judge import Answers, ConstantAnswers, EndpointAnswers
 from envs.endpoint import resolve
 
 REHEARSAL_SCORE = 0.5  # of the judge in rehearsals
+REHEARSAL_CLOCK = "2026-03-02T09:00:00+00:00"
 BAD_REQUEST, NOT_FOUND, BROKEN = 400, 404, 500
 READS = ("list", "get", "search", "find", "read")
 RULES = """\
@@ -107,7 +108,8 @@ class ClawEval(Environment):
 
     @classmethod
     def rehearsal(cls, config: ClawEvalConfig, max_turns: int) -> "ClawEval":
-        """With a judge that gives everything 0.5, and a user with nothing to add."""
+        """With a judge that gives everything 0.5, a user with nothing to add, and a clock that stands still."""
+        config = config.model_copy(update={"clock": config.clock or REHEARSAL_CLOCK})
         return cls(config, max_turns, ConstantAnswers(REHEARSAL_SCORE), user.SilentUser())
 
     async def reset(self, task: Task) -> Observation:
@@ -205,9 +207,7 @@ class ClawEval(Environment):
             await self._pool.give_back(wanted, instances, self.config.call_timeout)
 
     def _find(self, task: Task) -> Entry:
-        if task.data.get("folder"):
-            return splits.variants(self.config)[task.data["id"]]
-        return self._checkout.tasks(web=self.config.web)[task.data["id"]]
+        return self._checkout.tasks(splits.folder(task.data["folder"]), self.config.web)[task.data["id"]]
 
     async def _start_services(self) -> None:
         wanted = []
@@ -217,7 +217,8 @@ class ClawEval(Environment):
             settings = server.settings(variables) if server.pointable else {}
             if self.config.repair:
                 settings |= server.stray(self._entry, variables)
-            wanted.append(services.Wanted(server, variables, settings, service.reset_endpoint))
+            clock = services.clock(self.config.clock)
+            wanted.append(services.Wanted(server, variables, settings, service.reset_endpoint, clock))
         self._pool = services.pool(self._checkout, self.config.instances)
         self._instances = await self._pool.take(wanted, self.config.call_timeout)
         self._wanted = wanted

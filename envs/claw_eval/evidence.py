@@ -13,8 +13,8 @@ from envs.claw_eval.checkout import Checkout, Entry
 CUT = " [...]"
 SHORTEST, LONGEST = 3, 60  # characters of a name
 NAMING = set(
-    "id name title subject from to email sender recipient owner author user reporter assignee attendees company customer "
-    "client contact supplier vendor product".split()
+    "id name title subject from to email sender recipient owner author user reporter assignee attendees company "
+    "customer client contact supplier vendor product".split()
 )  # parts of a key whose values name something
 PROPER = re.compile(r"[A-Z][\w.'-]+(?: [A-Z][\w.'-]+)+|\S+@\S+")
 
@@ -56,7 +56,7 @@ def _fit(sections: dict[str, str], budget: int) -> dict[str, str]:
         later = list(fitted)[1:]
         title = max(later, key=lambda t: len(fitted[t])) if later else next(iter(fitted))
         text = fitted[title].removesuffix(CUT)
-        keep = len(text) - max(over, 1) - len(CUT) - 50
+        keep = len(text) - over - len(CUT)
         if keep > 50 or not later:
             fitted[title] = text[: max(keep, 0)].rstrip() + CUT
         else:

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import datetime
 import functools
 import itertools
 import os
@@ -136,19 +137,23 @@ class Instance:
                 self.clean = response.is_success and not self._open
         return self.clean
 
-    def point(self, settings: Mapping[str, Any]) -> None:
-        """At other data, which the next reset reads."""
-        vars(self._module).update(settings)
+    def point(self, settings: Mapping[str, Any], clock: type[datetime.datetime] = datetime.datetime) -> None:
+        """At other data, which the next reset reads; `clock` says what time it is then."""
+        names = vars(self._module)
+        names.update(settings)
+        if isinstance(names.get("datetime"), type):  # from datetime import datetime
+            names["datetime"] = clock
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A service of an episode: what is started, with which variables and settings, and where it is reset."""
+    """A service of an episode: what is started, with which variables, settings and clock, and where it is reset."""
 
     server: Server
     variables: Mapping[str, str]
     settings: Mapping[str, Any]
     reset_url: str | None
+    clock: type[datetime.datetime] = datetime.datetime
 
     @property
     def kind(self) -> tuple:
@@ -194,7 +199,7 @@ class Pool:
                 idle = self._idle[w.kind]
                 taken.append(idle.pop() if idle else w.server.start(w.variables))
             for w, instance in zip(wanted, taken, strict=True):
-                instance.point(w.settings)
+                instance.point(w.settings, w.clock)
                 if w.reset_url and not await instance.reset(w.reset_url, seconds):
                     raise EnvironmentError(f"{w.server.path.parent.name}: {w.reset_url} does not reset it")
                 instance.clean = False
@@ -234,6 +239,24 @@ def server(checkout: Checkout, path: pathlib.Path) -> Server:
 @functools.cache
 def pool(checkout: Checkout, limit: int) -> Pool:
     return Pool(limit)
+
+
+@functools.cache
+def clock(moment: str) -> type[datetime.datetime]:
+    """The datetime class whose `now` is always the moment (ISO, with a time zone); the real one for none.
+
+    Mail and calendar shift their data to the day on which they are read.
+    """
+    if not moment:
+        return datetime.datetime
+    fixed = datetime.datetime.fromisoformat(moment)
+
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return fixed.astimezone(tz) if tz else fixed.replace(tzinfo=None)
+
+    return Stopped
 
 
 def _variable(node: ast.AST) -> str:

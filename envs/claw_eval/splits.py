@@ -89,16 +89,21 @@ def read_ids(path: pathlib.Path) -> list[str]:
     return data
 
 
+def folder(variants: str) -> pathlib.Path | None:
+    """The folder that `env.variants` names; None for no name, which stands for the benchmark's own tasks."""
+    return pathlib.Path(variants).expanduser().resolve() if variants else None
+
+
 def variants(config: ClawEvalConfig) -> dict[str, Entry]:
     """The training tasks: of the subset's families, and none of the benchmark's own. Raises ValueError otherwise."""
-    folder = pathlib.Path(config.variants).expanduser().resolve()
-    if not config.variants or not folder.is_dir():
+    place = folder(config.variants)
+    if place is None or not place.is_dir():
         raise ValueError(
             f"env.variants={config.variants!r} is no folder: training tasks are variants of the hard tasks, in the "
             "benchmark's format; `python -m envs.claw_eval.variants` writes some (docs/claw_eval.md)"
         )
     checkout = checkouts.load(config.root)
-    tasks, found = checkout.tasks(web=config.web), checkout.tasks(folder, web=config.web)
+    tasks, found = checkout.tasks(web=config.web), checkout.tasks(place, config.web)
     hard = {e.family for e in subset(config, tasks).values()}
     for entry in found.values():
         if entry.id in tasks:
