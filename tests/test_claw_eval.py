@@ -23,7 +23,7 @@ from tests.fakes import FakeEngine, call, small_config, tiny_chat
 
 pytest.importorskip("fastapi", reason="mock services need fastapi (extra claw-eval)")
 
-from envs.claw_eval import ClawEval, ClawEvalConfig, bridge, grading, judge, services, splits
+from envs.claw_eval import ClawEval, ClawEvalConfig, bridge, grading, judge, services, splits, variants
 from envs.claw_eval import checkout as checkouts
 from envs.claw_eval import evidence as evidence_lib
 
@@ -795,3 +795,60 @@ class TestValidate:
 
 def test_splits_are_documented():
     assert all(f"\n{name} " in splits.__doc__ for name in splits.SPLITS)
+
+
+class TestVariants:
+    def make(self, tmp_path, ids, count=2):
+        (tmp_path / "hard.txt").write_text("\n".join(ids))
+        out, subset = tmp_path / "out", str(tmp_path / "hard.txt")
+        code = variants.main([str(out), "--root", str(MINI), "--subset", subset, "--count", str(count)])
+        return code, {"subset": subset, "variants": str(out)}
+
+    def test_they_are_other_tasks_of_the_family_that_play_alike(self, tmp_path, capsys):
+        code, keys = self.make(tmp_path, [EN, REPORT])
+        assert code == 0 and f"{EN}: 2 variants" in capsys.readouterr().out
+        made = ClawEval.tasks(config(**keys), "train")
+        assert [t.id for t in made] == [f"{i}__{n}" for i in (EN, REPORT) for n in (1, 2)]
+        folder = pathlib.Path(keys["variants"])
+        text = {t.id: (folder / t.id / "fixtures/shelf/loans.json").read_text() for t in made}
+        assert len(set(text.values())) == 4 and not any("LN-410" in t for t in text.values())
+
+        async def gold(task_id, remind):
+            rows = json.loads(text[task_id])
+            late = [r["loan_id"] for r in rows if r["reader"] in remind]
+            async with started(task_id, split="train", **keys) as env:
+                first = await env.step(calls(use("shelf_list_loans")))
+                assert all(r["loan_id"] in first.messages[0]["content"] for r in rows)
+                await env.step(calls(*(use("shelf_remind", loan_id=i) for i in late)))
+                await env.step(AssistantTurn("Reminded them."))
+                return (await env.score()).info["completion"]
+
+        for n in (1, 2):
+            assert run(gold(f"{EN}__{n}", ("Otto Quist", "Ida Marlow"))) == 1.0
+            assert run(gold(f"{EN}__{n}", ("Otto Quist", "Maud Ferris"))) == 0.5
+
+    def test_the_same_seed_writes_the_same(self, tmp_path):
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            self.make(tmp_path / name, [EN], count=1)
+        a, b = (
+            {p.relative_to(tmp_path / n): p.read_bytes() for p in (tmp_path / n / "out").rglob("*") if p.is_file()}
+            for n in ("a", "b")
+        )
+        assert {p.relative_to("out"): t for p, t in a.items()} == {p.relative_to("out"): t for p, t in b.items()}
+
+    def test_a_variant_that_plays_otherwise_is_left_out(self, tmp_path, monkeypatch, capsys):
+        official = variants._copy_grader
+
+        def forgetful(checkout, source, target, rename):
+            official(checkout, source, target, str)  # the grader keeps the old ids
+
+        monkeypatch.setattr(variants, "_copy_grader", forgetful)
+        monkeypatch.setattr(variants, "_script", lambda *_: [("shelf_remind", {"loan_id": "LN-4102"})])
+        code, keys = self.make(tmp_path, [EN])
+        assert code == 1 and f"no variant plays like these: {EN}" in capsys.readouterr().err
+        assert not list(pathlib.Path(keys["variants"]).iterdir())
+
+    def test_a_bad_subset_is_one_line(self, tmp_path, capsys):
+        assert self.make(tmp_path, ["L999_x"])[0] == 2
+        assert capsys.readouterr().err.startswith("error: env.subset=")

@@ -40,9 +40,7 @@ def test_full_size_navigation_is_the_papers(name):
     assert config.mesh.fsdp == 8 and max(config.batch.buckets) >= config.sampling.max_context
 
 
-@pytest.mark.parametrize(
-    "name", ["navigation_qwen3_8b", *(p.stem.removesuffix("_grpo") for p in sorted(CONFIGS.glob("tau2_*_grpo.yaml")))]
-)
+@pytest.mark.parametrize("name", [p.stem.removesuffix("_grpo") for p in sorted(CONFIGS.glob("*_grpo.yaml"))])
 def test_the_baseline_differs_in_the_intervention_alone(name):
     rti, grpo = (strict_yaml.parse((CONFIGS / f"{name}{s}.yaml").read_text()) for s in ("", "_grpo"))
     intervention = ("name", "rti", "gate", "reweight")
@@ -87,7 +85,22 @@ def test_tau2_configs_share_no_task(name):
             evaluate.check_disjoint(source.tasks("full"), held_out)
 
 
-@pytest.mark.parametrize("name", ["navigation_qwen3_8b", *TAU2])
+CLAW = ["claw_eval_hard20_qwen3_8b", "claw_eval_hard20_qwen3_5_9b"]
+
+
+@pytest.mark.parametrize("name", [n + suffix for n in CLAW for suffix in ("", "_grpo")])
+def test_full_size_claw_eval_is_the_papers(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    assert config.optimizer.lr == 1e-6 and config.optimizer.weight_decay == 0.1 and config.mesh.fsdp == 8
+    assert config.sampling.temperature == 0.8 and config.rollout.group_size == 8
+    assert (config.loss.clip_low, config.loss.clip_high, config.gate.delta) == (0.2, 0.2, 5.0)
+    assert (config.env.split, config.eval.split, config.eval.trials) == ("train", "hard20_id", 4)
+    assert max(config.batch.buckets) >= config.sampling.max_context and config.rti.enabled != name.endswith("_grpo")
+    own = environments.env_config(config.env)
+    assert not own.web and not own.repair and (own.root, own.subset, own.variants, own.judge.url) == ("", "", "", "")
+
+
+@pytest.mark.parametrize("name", ["navigation_qwen3_8b", *TAU2, *CLAW])
 def test_hyperparameters_have_their_source(name):
     sections, text = ("sampling", "rti", "gate", "reweight", "loss", "optimizer"), ""
     for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():

@@ -112,10 +112,11 @@ class Checkout:
         """
         place = (folder or self.root / "tasks", web)
         if place not in self._entries:
-            self._entries[place] = self._read(*place)
+            self._entries[place] = self.read(*place)
         return self._entries[place]
 
-    def _read(self, folder: pathlib.Path, web: bool) -> Mapping[str, Entry]:
+    def read(self, folder: pathlib.Path, web: bool = False) -> Mapping[str, Entry]:
+        """The tasks of a folder, as they are now."""
         definition, found = self.module("models.task").TaskDefinition, {}
         for path in sorted(folder.glob("*/task.yaml")):
             try:
@@ -162,7 +163,7 @@ class Checkout:
 
     def environment(self, entry: Entry, service: Any) -> dict[str, str]:
         """Environment variables of a service; paths of files that exist are absolute, and documents are the task's."""
-        bases = (entry.folder.parent.parent, entry.folder, self.root)
+        bases = (entry.folder, entry.folder.parent.parent, self.root)
         given = {"DOCUMENTS_BASE_DIR": str(entry.folder)} | dict(service.env or {})
         return {k: next((str(b / v) for b in bases if v and (b / v).exists()), v) for k, v in given.items()}
 

@@ -1,5 +1,6 @@
 """The keys of Claw-Eval under `env:` in a config."""
 
+import contextlib
 import datetime
 from typing import Literal
 
@@ -46,6 +47,7 @@ class ClawEvalConfig(EnvironmentConfig):
     @pydantic.field_validator("clock")
     @classmethod
     def _moment(cls, text: str) -> str:
-        if text and datetime.datetime.fromisoformat(text).tzinfo is None:
-            raise ValueError("a time with its zone is needed, e.g. 2026-03-02T09:00:00+00:00")
-        return text
+        with contextlib.suppress(ValueError):
+            if not text or datetime.datetime.fromisoformat(text).tzinfo:
+                return text
+        raise ValueError(f"env.clock={text} is no time with its zone, e.g. 2026-03-02T09:00:00+00:00")

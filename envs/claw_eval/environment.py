@@ -188,6 +188,9 @@ class ClawEval(Environment):
     def evidence(self) -> Evidence:
         return evidence_lib.evidence(self._checkout, self._entry, self.config.evidence_chars)
 
+    def check_evidence(self) -> list[str]:
+        return evidence_lib.untrue(self._entry)
+
     def role_rules(self) -> str:
         return RULES
 

@@ -40,6 +40,18 @@ def evidence(checkout: Checkout, entry: Entry, budget: int) -> Evidence:
     return Evidence(text or "none", tuple(dict.fromkeys(v for v in _names(entry) if v in text)))
 
 
+def untrue(entry: Entry) -> list[str]:
+    """Tools and services that the evidence names and the task does not have; without gold play no more can be told."""
+    task = entry.definition
+    tools = {t.name for t in task.tools}
+    kinds = {name.partition("_")[0] for name in tools}
+    named = re.findall(r"(?<![\w./])[a-z]+(?:_[a-z]+)+(?![\w./])", task.reference_solution)
+    unknown = sorted({n for n in named if n.partition("_")[0] in kinds} - tools)
+    problems = [f"the reference solution calls {name}, which is no tool of the task" for name in unknown]
+    absent = {a.service for a in task.expected_actions} - {s.name for s in task.services}
+    return problems + [f"an action of {name} is expected, which is no service of the task" for name in sorted(absent)]
+
+
 def _forbidden(check: Any) -> str:
     what = check.tool_name or ", ".join(check.patterns or ())
     return f"{check.type} {what}: {check.description}".strip(": ")

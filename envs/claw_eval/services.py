@@ -61,6 +61,10 @@ class Server:
         self._variables[target.id] = (variables or [""])[0]
         return True
 
+    def reads(self, setting: str) -> str:
+        """The environment variable that gives a setting, "" for none."""
+        return self._variables.get(setting, "")
+
     def settings(self, variables: Mapping[str, str]) -> dict[str, Any]:
         """Values of the settings under these environment variables, without a start."""
         system = types.SimpleNamespace(environ=dict(variables), getenv=dict(variables).get, path=os.path)
