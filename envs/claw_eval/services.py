@@ -138,7 +138,7 @@ class Instance:
         if url and not self._open:
             with contextlib.suppress(Exception):  # whatever it raises, it is thrown away
                 response = await self.request("POST", url, None, seconds)
-                self.clean = response.is_success and not self._open
+                self.clean = response.is_success
         return self.clean
 
     def point(self, settings: Mapping[str, Any], clock: type[datetime.datetime] = datetime.datetime) -> None:

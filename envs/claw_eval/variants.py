@@ -11,6 +11,7 @@ that gives 0 and one that gives 1. A task without ids, or whose grader knows the
 
 import argparse
 import asyncio
+import collections
 import json
 import pathlib
 import random
@@ -31,6 +32,8 @@ from envs.claw_eval.environment import REHEARSAL_CLOCK, ClawEval
 from envs.claw_eval.judge import ConstantAnswers
 
 ID = re.compile(r"(?<![A-Za-z0-9])([A-Za-z]+(?:[-_][A-Za-z]+)*[-_])(\d{3,})(?![A-Za-z0-9])")  # TK-1001, msg_017
+BARE = re.compile(r"(?<!\d)\d{3,}(?!\d)")
+SURE = 4  # digits from which a bare number that is one id's is taken for that id
 PEER = re.compile(r"load_peer_grader\(\s*[\"'](\w+)[\"']\s*\)")
 TEXT = {".json", ".yaml", ".py", ".txt", ".md", ".csv"}
 TRIED = 12  # ids that each tool is tried with
@@ -57,27 +60,34 @@ def write(checkout: Checkout, entry: Entry, folder: pathlib.Path, seed: int, num
 
 
 def _renaming(checkout: Checkout, entry: Entry, rng: random.Random) -> Rename | None:
-    """Other numbers for the ids in a task's data; those that its texts also know as bare numbers stay. None for none.
+    """Other numbers for the ids in a task's data; None if all of them must stay (a text has them as mere numbers).
 
     Without it a variant would be the evaluated task itself in another order.
     """
     data = "\n".join(p.read_text(encoding="utf-8") for p in _data(checkout, entry).values() if p.suffix == ".json")
     known = "\n".join([(entry.folder / "task.yaml").read_text(encoding="utf-8"), *_graders(checkout, entry.folder)])
-    bare = set(re.findall(r"(?<!\d)\d{3,}(?!\d)", ID.sub("", known)))
+    bare = set(BARE.findall(ID.sub("", known)))
     groups: dict[str, set[str]] = {}
     for prefix, digits in ID.findall(data):
         groups.setdefault(prefix, set()).add(digits)
-    new: dict[tuple[str, str], tuple[str, str]] = {}
+    owners = collections.Counter(digits for old in groups.values() for digits in old)
+    elsewhere = set(BARE.findall(ID.sub("", data)))
+    sure = {n for n in bare if len(n) >= SURE and owners[n] == 1 and n not in elsewhere}  # TK-1001/1003: one is meant
+    new: dict[tuple[str, str], str] = {}
     for prefix, old in sorted(groups.items()):
-        if old & bare:
-            continue
-        for digits in sorted(old):
-            taken = old | {d for p, d in new.values() if p == prefix}
-            free = (f"{rng.randrange(1, 10 ** len(digits)):0{len(digits)}}" for _ in range(1000))
-            new[prefix, digits] = prefix, next((n for n in free if n not in taken and n not in bare), digits)
-    if all(old == new_ for old, new_ in new.items()):
+        for digits in sorted(old) if not old & bare - sure else ():
+            taken = old | bare | {n for (p, _), n in new.items() if p == prefix}
+            drawn = (f"{rng.randrange(1, 10 ** len(digits)):0{len(digits)}}" for _ in range(1000))
+            new[prefix, digits] = next((n for n in drawn if n not in taken), digits)
+    if all(digits == number for (_, digits), number in new.items()):
         return None
-    return lambda text: ID.sub(lambda m: "".join(new.get((m[1], m[2]), (m[1], m[2]))), text)
+    alone = {digits: number for (_, digits), number in new.items() if digits in sure}
+
+    def rename(text: str) -> str:
+        text = ID.sub(lambda m: m[1] + new.get((m[1], m[2]), m[2]), text)
+        return BARE.sub(lambda m: alone.get(m[0], m[0]), text)
+
+    return rename
 
 
 def _data(checkout: Checkout, entry: Entry) -> dict[tuple[int, str], pathlib.Path]:
