@@ -417,6 +417,20 @@ class TestEpisode:
             outcome, bodies = run(play_gold(EN, repair=repair))
             assert outcome.info["upstream_faults"] == words and bodies[0]["loans"][0]["title"] == name
         assert "upstream_faults" not in run(play_gold(ZH))[0].info
+
+    def test_a_repaired_audit_has_both_names(self, monkeypatch):
+        seen = []
+
+        def grade(self, messages, dispatches, task, audit_data=None, judge=None):
+            seen.append(audit_data["shelf"].get("sent"))
+            return mini().module("models").DimensionScores(completion=1.0, robustness=1.0)
+
+        monkeypatch.setattr(grading, "RENAMED", {"shelf": {"sent": "reminded"}})
+        monkeypatch.setattr(grading.grader_class(mini(), mini().tasks()[EN]), "grade", grade)
+        for repair in (False, True):
+            run(play_gold(EN, repair=repair))
+        assert seen == [None, ["LN-4102", "LN-4103"]]
+        monkeypatch.undo()
         audit = {"gmail": {"sent_messages": [1]}, "todo": {"sent_messages": [2]}}
         assert grading.renamed(audit) == {"gmail": {"sent_messages": [1], "sent": [1]}, "todo": {"sent_messages": [2]}}
 

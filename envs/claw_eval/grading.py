@@ -95,6 +95,7 @@ def grader_class(checkout: Checkout, entry: Entry) -> type:
     return type(grader)
 
 
+@functools.cache
 def looks_up_renamed(checkout: Checkout, entry: Entry) -> bool:
     """Whether a grader asks a service's audit for what that calls otherwise, so that it finds nothing."""
     pattern = "|".join(rf"""["']{s}["'],\s*["']{old}["']""" for s, names in RENAMED.items() for old in names)
