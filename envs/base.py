@@ -202,7 +202,10 @@ class Environment(abc.ABC):
         return ""
 
     def expert(self) -> AssistantTurn | None:
-        """The gold next turn from the current state, or None where there is none (can no longer succeed)."""
+        """The gold next turn from the current state, or None where there is none (can no longer succeed).
+
+        An environment that does not define it has no gold play; `rti validate` then checks the rest.
+        """
         return None
 
     def valid(self, turn: AssistantTurn) -> bool | None:

@@ -3,13 +3,14 @@
     rti validate configs/navigation_qwen3_8b.yaml --limit 20
     rti validate configs/tau2_retail_qwen3_8b.yaml
 
-On every task of the config's splits: gold play (`Environment.expert`) scores 1; doing nothing (`Environment.idle`)
-scores 0, but for the tasks that the environment names as exceptions, which must be won; calls fit their tools' schemas;
-the evidence is there, hides itself, is the same whenever it is asked for, and nothing in it is untrue
-(`Environment.check_evidence`; the table says "unchecked" where an environment has none). Then all those episodes are
-played again, many at once and turn by turn in between each other: each must see, message by message, and score what it
-saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever the environment
-awaits something. Nothing else than the environment is needed: no model, and no endpoint (`Environment.rehearsal`).
+On every task of the config's splits: gold play (`Environment.expert`, where the environment defines it) scores 1; doing
+nothing (`Environment.idle`) scores 0, but for the tasks that the environment names as exceptions, which must be won;
+calls fit their tools' schemas; the evidence is there, hides itself, is the same whenever it is asked for, and nothing
+in it is untrue (`Environment.check_evidence`; the table says "unchecked" where an environment has none). Then all
+those episodes are played again, many at once and turn by turn in between each other: each must see, message by
+message, and score what it saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever
+the environment awaits something. Nothing else than the environment is needed: no model, and no endpoint
+(`Environment.rehearsal`).
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class Report:
 
     split: str
     tasks: int
-    gold: int  # won by gold play
+    gold: int | None  # won by gold play; None where the environment defines none
     idle: tuple[str, ...]  # ids of tasks that doing nothing wins
     together: int  # episodes that were played at once
     findings: tuple[Finding, ...]
@@ -78,7 +79,7 @@ def main(config: config_lib.Config, limit: int | None = None, seconds: float = S
     splits = list(dict.fromkeys([config.env.split, config.eval.split]))
     chosen = {split: limited(source.tasks(split), limit) for split in splits}
     with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("episodes", total=sum(4 * len(tasks) for tasks in chosen.values()))
+        bar = progress.add_task("episodes", total=sum(map(len, chosen.values())) * 2 * len(plays(source)))
         advance = lambda: progress.advance(bar)  # noqa: E731
         reports = [asyncio.run(check(source, s, tasks, seconds, advance)) for s, tasks in chosen.items()]
     show(config.env.name, reports, Console(soft_wrap=True))
@@ -95,16 +96,18 @@ async def check(
     """All checks on the tasks of a split.
 
     Args:
-      seconds: limit of one set-up, turn or score. advance: told of each episode; there are four for each task.
+      seconds: limit of one set-up, turn or score.
+      advance: told of each episode; there are two for each task and each of `plays`.
     """
     findings: list[Finding] = []
     exceptions = source.cls.idle_exceptions(source.config, split)
-    jobs = [(task, choose) for task in tasks for choose in (_expert, _idle)]
+    chosen = plays(source)
+    jobs = [(task, choose) for task in tasks for choose in chosen]
     alone = []
     for task, choose in jobs:
         alone.append(await play(source, task, choose, seconds))
         findings += _judge(task, choose is _expert, alone[-1], task.id in exceptions)
-        if choose is _expert:
+        if choose is chosen[0]:
             findings += [Finding("evidence", task.id, text) for text in await evidence_problems(source, task, seconds)]
         advance()
 
@@ -124,8 +127,8 @@ async def check(
     return Report(
         split=split,
         tasks=len(tasks),
-        gold=sum(won[::2]),
-        idle=tuple(t.id for t, w in zip(tasks, won[1::2], strict=True) if w),
+        gold=sum(won[::2]) if _expert in chosen else None,
+        idle=tuple(t.id for t, w in zip(tasks, won[len(chosen) - 1 :: len(chosen)], strict=True) if w),
         together=len(together),
         findings=tuple(findings),
         checked=source.cls.check_evidence is not Environment.check_evidence,
@@ -133,6 +136,11 @@ async def check(
 
 
 Choose = Callable[[Environment], AssistantTurn | None]
+
+
+def plays(source: EnvironmentSource) -> tuple[Choose, ...]:
+    """How each task is played: gold, if the environment defines it, and idle."""
+    return (_idle,) if source.cls.expert is Environment.expert else (_expert, _idle)
 
 
 async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: float = SECONDS) -> Played:
@@ -209,7 +217,7 @@ def show(name: str, reports: Sequence[Report], console: Console) -> None:
         table.add_row(
             r.split,
             str(r.tasks),
-            f"{r.gold} of {r.tasks}",
+            "none defined" if r.gold is None else f"{r.gold} of {r.tasks}",
             f"{len(r.idle)} of {r.tasks}",
             evidence,
             at_once,
@@ -217,8 +225,9 @@ def show(name: str, reports: Sequence[Report], console: Console) -> None:
         )
     console.print(table)
     if len(reports) > 1:
-        tasks, gold, idle = (sum(x) for x in zip(*((r.tasks, r.gold, len(r.idle)) for r in reports), strict=True))
-        console.print(f"in all: {tasks} tasks, gold play wins {gold}, doing nothing wins {idle}")
+        tasks, gold, idle = (sum(x) for x in zip(*((r.tasks, r.gold or 0, len(r.idle)) for r in reports), strict=True))
+        won = "" if reports[0].gold is None else f"gold play wins {gold}, "
+        console.print(f"in all: {tasks} tasks, {won}doing nothing wins {idle}")
     for r in reports:
         if r.idle:
             console.print(escape(f"{r.split}: doing nothing wins {len(r.idle)} of {r.tasks} tasks: {' '.join(r.idle)}"))

@@ -9,6 +9,8 @@ from rti_jax.config import Config, ConfigError, load_config
 from rti_jax.sft import SFTConfig
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+TAU2 = [f"tau2_{domain}_{model}" for domain in ("airline", "retail", "telecom") for model in ("qwen3_8b", "qwen3_5_9b")]
+CLAW = ["claw_eval_hard20_qwen3_8b", "claw_eval_hard20_qwen3_5_9b"]
 SUPERVISED = {"warmstart.yaml", "teacher.yaml", "quickstart_sft.yaml"}  # configs of `rti sft`
 ALL = sorted(CONFIGS.rglob("*.yaml"))
 
@@ -50,9 +52,7 @@ def test_full_size_navigation_on_real_maps(name, decimals):
         assert getattr(config, section) == getattr(embedded, section), section
 
 
-@pytest.mark.parametrize(
-    "name", ["navigation_qwen3_8b", *(p.stem.removesuffix("_grpo") for p in sorted(CONFIGS.glob("tau2_*_grpo.yaml")))]
-)
+@pytest.mark.parametrize("name", ["navigation_qwen3_8b", *TAU2, *CLAW])
 def test_the_baseline_differs_in_the_intervention_alone(name):
     rti, grpo = (strict_yaml.parse((CONFIGS / f"{name}{s}.yaml").read_text()) for s in ("", "_grpo"))
     intervention = ("name", "rti", "gate", "reweight")
@@ -60,9 +60,6 @@ def test_the_baseline_differs_in_the_intervention_alone(name):
         k: v for k, v in grpo.items() if k not in intervention
     }
     assert rti["rti"]["enabled"] and not grpo["rti"]["enabled"]
-
-
-TAU2 = [f"tau2_{domain}_{model}" for domain in ("airline", "retail", "telecom") for model in ("qwen3_8b", "qwen3_5_9b")]
 
 
 @pytest.mark.parametrize("name", [n + suffix for n in TAU2 for suffix in ("", "_grpo")])
@@ -97,7 +94,21 @@ def test_tau2_configs_share_no_task(name):
             evaluate.check_disjoint(source.tasks("full"), held_out)
 
 
-@pytest.mark.parametrize("name", ["navigation_qwen3_8b", "navigation_amap_qwen3_8b", "navigation_osm_qwen3_8b", *TAU2])
+@pytest.mark.parametrize("name", [n + suffix for n in CLAW for suffix in ("", "_grpo")])
+def test_full_size_claw_eval_is_the_papers(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    assert config.optimizer.lr == 1e-6 and config.optimizer.weight_decay == 0.1 and config.mesh.fsdp == 8
+    assert config.sampling.temperature == 0.8 and config.rollout.group_size == 8
+    assert (config.loss.clip_low, config.loss.clip_high, config.gate.delta) == (0.2, 0.2, 5.0)
+    assert (config.env.split, config.eval.split, config.eval.trials) == ("train", "hard20_id", 4)
+    assert max(config.batch.buckets) >= config.sampling.max_context and config.rti.enabled != name.endswith("_grpo")
+    own = environments.env_config(config.env)
+    assert not own.web and not own.repair and (own.root, own.subset, own.variants, own.judge.url) == ("", "", "", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["navigation_qwen3_8b", "navigation_amap_qwen3_8b", "navigation_osm_qwen3_8b", *TAU2, *CLAW]
+)
 def test_hyperparameters_have_their_source(name):
     sections, text = ("sampling", "rti", "gate", "reweight", "loss", "optimizer"), ""
     for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():
@@ -109,10 +120,9 @@ def test_hyperparameters_have_their_source(name):
 BACKBONES = ("qwen3_8b", "qwen3_5_9b")
 BENCHMARKS = ("navigation", "tau2_airline", "tau2_retail", "tau2_telecom", "claw_eval_hard20")
 METHODS = {"": "rti", "_grpo": "none", "_opd": "opd", "_luffy": "luffy"}
-HERE = [b for b in BENCHMARKS if b != "claw_eval_hard20" or any(CONFIGS.glob("claw_eval_hard20_*"))]
 
 
-@pytest.mark.parametrize("bench", HERE)
+@pytest.mark.parametrize("bench", BENCHMARKS)
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_every_method_of_the_papers_tables_has_its_config(bench, backbone):
     for suffix, method in METHODS.items():
@@ -122,7 +132,7 @@ def test_every_method_of_the_papers_tables_has_its_config(bench, backbone):
         assert config.model.path == {"qwen3_8b": "models/Qwen3-8B", "qwen3_5_9b": "models/Qwen3.5-9B"}[backbone]
 
 
-@pytest.mark.parametrize("name", [f"{bench}_{backbone}" for bench in HERE for backbone in BACKBONES])
+@pytest.mark.parametrize("name", [f"{bench}_{backbone}" for bench in BENCHMARKS for backbone in BACKBONES])
 def test_the_baselines_with_a_teacher_differ_from_grpo_in_the_loss_alone(name):
     grpo, opd, luffy = (load(CONFIGS / f"{name}_{m}.yaml") for m in ("grpo", "opd", "luffy"))
     for other in (opd, luffy):

@@ -332,6 +332,36 @@ class TestKeys:
         )
 
 
+class TestClawEval:
+    """On the tiny checkout: without gold play, and with a judge that is asked for."""
+
+    def config(self, monkeypatch, tmp_path, *overrides):
+        pytest.importorskip("fastapi", reason="mock services need fastapi (extra claw-eval)")
+        monkeypatch.delenv("RTI_JUDGE_URL", raising=False)
+        (tmp_path / "hard.txt").write_text("L003_shelf_report")
+        root, subset = ROOT / "tests/data/claw_eval_mini", tmp_path / "hard.txt"
+        env = (
+            f"env={{name: claw_eval, root: '{root}', subset: '{subset}', split: rest_ood, max_turns: 8, prompt: plain}}"
+        )
+        sizes = ["sampling.max_context=8000", "batch.buckets=[8192]", "rollout.mix={}", "eval.split=hard20_id"]
+        return load_config(
+            QUICKSTART, [f"model.path={SHIPPED}", env, *sizes, *overrides], check_env=environments.env_config
+        )
+
+    def test_a_missing_judge_is_found(self, monkeypatch, tmp_path):
+        config = self.config(monkeypatch, tmp_path)
+        found(look(config, "keys"), Status.FAILURE, "env.judge.url is empty and RTI_JUDGE_URL is not set")
+        monkeypatch.setenv("RTI_JUDGE_URL", f"{FakeServer().url}/v1")
+        found(look(config, "keys"), Status.OK, "env.judge")
+
+    def test_what_needs_no_endpoint_passes(self, monkeypatch, tmp_path):
+        config = self.config(monkeypatch, tmp_path)
+        found(look(config, "tasks"), Status.OK, "2 easy to train on, 1 held out, none in both")
+        short = self.config(monkeypatch, tmp_path, "rti.enabled=false", "sampling.max_context=1024")
+        assert "there is no gold play to measure" in look(short, "context").message
+        found(look(config, "evidence canary"), Status.OK, "corrected")
+
+
 def lookup_config(cls, *overrides):
     """The small environment of tests/fakes.py, played by the shipped policy's tokenizer."""
     own = [f"env={{name: '{cls.__module__}:{cls.__name__}', split: train, max_turns: 4}}", "rollout.mix={}"]

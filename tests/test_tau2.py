@@ -12,10 +12,11 @@ import unittest.mock
 
 import pytest
 
+from envs import endpoint
 from envs.base import AssistantTurn, EnvironmentError, JudgeError, ToolCall, UserError
+from envs.endpoint import Reply
 from envs.tau2 import Tau2, Tau2Config, expression
 from envs.tau2 import config as config_lib
-from envs.tau2.user import Reply
 
 tau2 = pytest.importorskip("tau2", reason="τ²-bench is not installed (extra tau2)")
 
@@ -802,7 +803,7 @@ class TestEndpointUser:
             Tau2.check(Tau2Config(domain="mock"))
         monkeypatch.setenv("RTI_USER_URL", "http://x/v1")
         Tau2.check(Tau2Config(domain="mock"))
-        assert config_lib.resolve(config_lib.UserConfig(), "user")[0] == "http://x/v1"
+        assert endpoint.resolve(config_lib.UserConfig(), "user")[0] == "http://x/v1"
 
 
 class TestJudge:
@@ -821,7 +822,7 @@ class TestJudge:
         while not env.done:
             await env.step(env.expert())
         async with Server([*answers]) as server:
-            env._judge = judge.EndpointJudge(config_lib.EndpointConfig(url=server.url, model="j", retries=1))
+            env._judge = judge.EndpointJudge(endpoint.EndpointConfig(url=server.url, model="j", retries=1))
             outcome = await env.score()
             return outcome, server.requests
 

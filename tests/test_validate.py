@@ -59,6 +59,10 @@ class NoGold(Sum):
         return None
 
 
+class WithoutGold(Sum):
+    expert = Environment.expert  # not defined: nobody knows how it is won
+
+
 class AlwaysRight(Sum):
     async def score(self):
         return Outcome("success", 1.0)
@@ -196,6 +200,20 @@ class TestChecks:
         assert found(report) == expected
         assert any(words in f.text for f in report.findings)
 
+    def test_without_gold_play_the_rest_is_checked(self):
+        seen = []
+        tasks = Sum.tasks(None, "train")
+        job = validate.check(source(WithoutGold), "train", tasks, advance=lambda: seen.append(1))
+        assert asyncio.run(job) == validate.Report("train", 5, None, (), 5, ()) and len(seen) == 2 * len(tasks)
+
+        class Generous(WithoutGold):
+            score = AlwaysRight.score
+
+        class Lying(WithoutGold):
+            evidence = FalseEvidence.evidence
+
+        assert found(check(Generous)) == all_tasks("idle") and found(check(Lying)) == all_tasks("evidence")
+
     def test_shared_state_shows_when_episodes_are_played_at_once(self):
         report = check(Shared)
         assert {f.check for f in report.findings} == {"isolation"} and report.gold == 5
@@ -261,6 +279,11 @@ class TestCommand:
         done = self.rti(tmp_path, FalseException)
         assert done.exit_code == 1
         assert "train: train/2: idle: named as won by doing nothing, but that ends in failure" in done.stdout
+
+    def test_no_gold_play_is_said(self, tmp_path):
+        done = self.rti(tmp_path, WithoutGold)
+        assert done.exit_code == 0 and "none defined" in done.output
+        assert "in all: 10 tasks, doing nothing wins 0" in done.output
 
     def test_exceptions_are_listed(self, tmp_path):
         done = self.rti(tmp_path, Refusal, "env.split=test")

@@ -26,10 +26,11 @@ from envs.base import (
     tool_error,
     tool_result,
 )
+from envs.endpoint import resolve
 from envs.tau2 import domain as domains
 from envs.tau2 import evidence as evidence_lib
 from envs.tau2 import gold, grading, package
-from envs.tau2.config import Tau2Config, resolve
+from envs.tau2.config import Tau2Config
 from envs.tau2.judge import EndpointJudge, Judge
 from envs.tau2.user import EndpointUser, User
 

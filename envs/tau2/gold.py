@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.base import AssistantTurn, Message, ToolCall
+from envs.endpoint import Reply
 from envs.tau2.domain import Domain, gold_steps
 from envs.tau2.evidence import call_text
-from envs.tau2.user import Reply
 
 ASK = "Please do this on your device: "
 DONE = "All is done."

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from envs.base import JudgeError
-from envs.tau2.config import EndpointConfig
-from envs.tau2.user import Endpoint
+from envs.endpoint import Endpoint, EndpointConfig
 
 SYSTEM = """\
 TASK
