@@ -86,6 +86,47 @@ def ratio_interval(
     return Estimate(float((numerators.sum(1) / denominators.sum(1)).mean()), float(low), float(high), tasks)
 
 
+def grid_interval(values: np.ndarray, *, seed: int = 0, level: float = 0.95, resamples: int = RESAMPLES) -> Estimate:
+    """Mean of values of the same tasks under several training seeds, with its percentile bootstrap interval over both.
+
+    A resample draws tasks, the same for every seed, and seeds, the same for every task. With one seed it says how far
+    the mean holds for other tasks; with few seeds the spread over seeds is underestimated, as any bootstrap's.
+
+    Args:
+      values: [seeds, tasks]; NaN where a task has no value. Differences of two methods make it a paired comparison.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return Estimate(None, None, None, 0)
+    filled = np.where(known, values, 0.0)
+    rng = np.random.default_rng(seed)
+    seeds, tasks = (_draws(rng, n, resamples) for n in values.shape)
+    sums, counts = (np.einsum("rs,rs->r", seeds, tasks @ x.T.astype(np.float64)) for x in (filled, known))
+    low, high = np.quantile((sums / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(filled.sum() / known.sum()), float(low), float(high), int(known.any(axis=0).sum()))
+
+
+def _draws(rng: np.random.Generator, n: int, resamples: int) -> np.ndarray:
+    """How often each of n items is drawn in n draws with replacement, [resamples, n]."""
+    return rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
+
+
+def slope_interval(
+    x: Sequence[float], y: Sequence[float], *, seed: int = 0, level: float = 0.95, resamples: int = RESAMPLES
+) -> Estimate:
+    """Least-squares slope of y over x with its interval; points are resampled, those with a NaN left out."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    x, y = x[np.isfinite(x) & np.isfinite(y)], y[np.isfinite(x) & np.isfinite(y)]
+    if len(np.unique(x)) < 2:
+        return Estimate(None, None, None, 0)
+    weights = np.vstack([np.ones(len(x)), _draws(np.random.default_rng(seed), len(x), resamples)])
+    weights /= weights.sum(axis=1, keepdims=True)
+    covariance, variance = weights @ (x * y) - (weights @ x) * (weights @ y), weights @ x**2 - (weights @ x) ** 2
+    slopes = (covariance / np.where(variance > 1e-12, variance, np.nan)).tolist()
+    low, high = np.nanquantile(slopes[1:], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(slopes[0], float(low), float(high), len(x))
+
+
 def estimate(
     estimator: Callable[[int, int, int], float | None], counts: Sequence[Counts], k: int, *, seed: int = 0
 ) -> Estimate:

@@ -10,7 +10,7 @@ from rti_jax.sft import SFTConfig
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SUPERVISED = {"warmstart.yaml"}  # configs of `rti sft`
-ALL = sorted(CONFIGS.rglob("*.yaml"))
+ALL = sorted(p for p in CONFIGS.rglob("*.yaml") if not p.name.startswith("_"))  # others are parts of configs
 
 
 def load(path):
