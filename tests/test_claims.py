@@ -36,7 +36,9 @@ def run(arm, seed, rate=0.5, *, metrics=None, movement=0.0, **kwargs):
     lines = [{"step": s, **{name: f(s) for name, f in given.items()}} for s in range(1, STEPS + 1)]
     moved = lambda s: min(1.0, max(0.0, rate + movement * (-1) ** (s // 4)))  # noqa: E731
     evaluations = {s: rows("test", moved(s), 0, count=40) for s in range(0, STEPS + 1, 4)}
-    return StudyRun(arm, seed, {s: rows(s, rate, seed, **kwargs) for s in ("test", "ood")}, lines, evaluations, 4)
+    return StudyRun(
+        arm, seed, {s: rows(s, rate, seed, **kwargs) for s in ("test", "regions", "ood")}, lines, evaluations, 4
+    )
 
 
 def results(**arms):
@@ -58,6 +60,7 @@ ORDERINGS = {
     "delta_5_over_3": ("rti", "delta_3"),
     "delta_5_over_20": ("rti", "delta_20"),
     "ood_gains": ("rti", "start"),
+    "ood_families_gains": ("rti", "start"),
     "ood_consistency": ("rti", "start"),
     "full_suite": ("rti", "start"),
     "grpo_collapses": ("start", "grpo"),
@@ -185,7 +188,7 @@ class TestValues:
     def test_task_sets(self):
         found = results(rti={})
         sizes = {t: found.values("rti", t, "pass@1").shape for t in ("all", "easy", "hard", "ood", "full")}
-        assert sizes == {"all": (3, 60), "easy": (3, 30), "hard": (3, 30), "ood": (3, 60), "full": (3, 120)}
+        assert sizes == {"all": (3, 60), "easy": (3, 30), "hard": (3, 30), "ood": (3, 60), "full": (3, 180)}
         with pytest.raises(MissingError):
             found.values("rti", "medium", "pass@1")
 
@@ -197,5 +200,7 @@ class TestValues:
         assert value(row, "pass@", 4) == pytest.approx((1 / 2 + 5 / 6 + 2) / 4)
         assert value(row, "pass^", 4) == pytest.approx((1 / 2 + 1 / 6) / 4)
         assert value(row, "long", 4) == 0.5 and value(row, "turns", 4) == 3.5
-        assert math.isnan(value({**row, "n": 3}, "pass@4", 4)) and value({**row, "n": 3}, "pass@1", 4) == pytest.approx(2 / 3)
+        assert math.isnan(value({**row, "n": 3}, "pass@4", 4)) and value({**row, "n": 3}, "pass@1", 4) == pytest.approx(
+            2 / 3
+        )
         assert math.isnan(value({**row, "n": 3}, "pass^", 4))
