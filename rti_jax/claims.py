@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rti_jax.statistics import RESAMPLES, Estimate, grid_interval, slope_interval
+from rti_jax.statistics import Estimate, draws, grid_interval, slope_interval
 from rti_jax.study_results import MissingError, Results
 
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not distinguishable", "not run"
@@ -152,8 +152,7 @@ def more_volatile(arm: str, other: str, tasks: str = "all") -> Test:
         seeds = results.seeds(arm, other)
         rates = [np.stack([*results.held_out(a, tasks, "pass@1", seeds).values()]) for a in (arm, other)]
         n = rates[0].shape[-1]
-        weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n
-        whole, drawn = (_movement(rates[0], w) - _movement(rates[1], w) for w in (np.full((1, n), 1 / n), weights))
+        whole, drawn = (_movement(rates[0], w) - _movement(rates[1], w) for w in (np.ones((1, n)), draws(n)))
         estimate = Estimate(float(whole[0]), *map(float, np.quantile(drawn, [0.025, 0.975])), n)
         return [Finding(f"mean change between evaluations, {arm} - {other}, {tasks} ({_seeds(seeds)}):", estimate)]
 

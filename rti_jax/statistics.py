@@ -6,6 +6,7 @@ are not independent samples of what the benchmark measures.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -99,16 +100,17 @@ def grid_interval(values: np.ndarray, *, seed: int = 0, level: float = 0.95, res
     if not known.any():
         return Estimate(None, None, None, 0)
     filled = np.where(known, values, 0.0)
-    rng = np.random.default_rng(seed)
-    seeds, tasks = (_draws(rng, n, resamples) for n in values.shape)
+    seeds, tasks = (draws(n, resamples, seed + axis) for axis, n in enumerate(values.shape))
     sums, counts = (np.einsum("rs,rs->r", seeds, tasks @ x.T.astype(np.float64)) for x in (filled, known))
     low, high = np.quantile((sums / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(filled.sum() / known.sum()), float(low), float(high), int(known.any(axis=0).sum()))
 
 
-def _draws(rng: np.random.Generator, n: int, resamples: int) -> np.ndarray:
-    """How often each of n items is drawn in n draws with replacement, [resamples, n]."""
-    return rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
+@functools.lru_cache(maxsize=16)
+def draws(n: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each of n items is drawn in n draws with replacement, [resamples, n]; the same for the same seed."""
+    picks = np.random.default_rng(seed).integers(n, size=(resamples, n)) + n * np.arange(resamples)[:, None]
+    return np.bincount(picks.ravel(), minlength=resamples * n).reshape(resamples, n).astype(np.float64)
 
 
 def slope_interval(
@@ -119,7 +121,7 @@ def slope_interval(
     x, y = x[np.isfinite(x) & np.isfinite(y)], y[np.isfinite(x) & np.isfinite(y)]
     if len(np.unique(x)) < 2:
         return Estimate(None, None, None, 0)
-    weights = np.vstack([np.ones(len(x)), _draws(np.random.default_rng(seed), len(x), resamples)])
+    weights = np.vstack([np.ones(len(x)), draws(len(x), resamples, seed)])
     weights /= weights.sum(axis=1, keepdims=True)
     covariance, variance = weights @ (x * y) - (weights @ x) * (weights @ y), weights @ x**2 - (weights @ x) ** 2
     slopes = (covariance / np.where(variance > 1e-12, variance, np.nan)).tolist()

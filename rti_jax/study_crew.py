@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rti_jax.metrics import read_metrics
 from rti_jax.study import Job
 
+WORKER = (sys.executable, "-m", "rti_jax.study_worker")
 EVALUATION_UNITS = 5  # evaluations and export of a run, in steps' worth of time
 POLL_SECONDS = 1.0
 REPORT_SECONDS = 60.0  # between lines about what is running
@@ -47,7 +48,6 @@ class Crew:
 
     Args:
       pinned: each worker on a core of its own.
-      command: of a worker; its core is added.
     """
 
     def __init__(
@@ -58,13 +58,12 @@ class Crew:
         log: Log,
         *,
         pinned: bool,
-        command: Sequence[str] = (sys.executable, "-m", "rti_jax.study_worker"),
     ):
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         for job in jobs:
             self._jobs.put(job)
         self._all, self._workers, self._output, self._log = list(jobs), min(workers, len(jobs)), output, log
-        self._command, self._pinned = command, pinned
+        self._pinned = pinned
         self._ended: queue.SimpleQueue[tuple[Job, str, float]] = queue.SimpleQueue()
         self._running: dict[str, Job] = {}
         self._processes: set[subprocess.Popen] = set()
@@ -118,7 +117,7 @@ class Crew:
         """A process with a session of its own: Ctrl-C reaches it by the closing of its input, after this one."""
         with open(self._output / "workers.log", "a") as errors:
             process = subprocess.Popen(
-                [*self._command, *arguments],
+                [*WORKER, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -56,6 +56,7 @@ class Results:
 
     def __init__(self, runs: Iterable[StudyRun]):
         self.runs = {(r.arm, r.seed): r for r in runs}
+        self._values: dict[tuple, np.ndarray] = {}
 
     @property
     def arms(self) -> list[str]:
@@ -74,8 +75,11 @@ class Results:
 
     def values(self, arm: str, tasks: str, measure: str, seeds: Sequence[int] = ()) -> np.ndarray:
         """A measure of every task at the end of training, [seeds, tasks]; NaN where a task has too few valid trials."""
-        runs = self.of(arm, seeds)
-        return np.array([[value(row, measure, r.trials) for row in r.rows(tasks)] for r in runs])
+        key = (arm, tasks, measure, *seeds)
+        if key not in self._values:
+            rows = [(r.rows(tasks), r.trials) for r in self.of(arm, seeds)]
+            self._values[key] = np.array([[value(row, measure, trials) for row in found] for found, trials in rows])
+        return self._values[key]
 
     def series(self, arm: str, metric: str, seeds: Sequence[int] = ()) -> np.ndarray:
         """A metric of every step, [seeds, steps]; NaN where a step has none. Raises MissingError if no step has one."""
