@@ -33,6 +33,12 @@ def play(job):
     return ""
 
 
+def finish(found):
+    """Plays all jobs of a study in this process."""
+    for j in found.jobs:
+        play({"source": j.source, "overrides": j.overrides, "evaluation": j.evaluation})
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
         job = json.loads(line)

@@ -14,6 +14,7 @@ from rti_jax import claims, environments, reproduce, study, study_crew, study_re
 from rti_jax.config import ConfigError
 from rti_jax.engine import GenerateRequest, GenerateResult
 from rti_jax.engine_errors import StaleVersionError
+from tests import study_stand_in
 
 ROOT = pathlib.Path(__file__).parents[1]
 MINIATURE = ROOT / "configs" / "miniature"
@@ -140,16 +141,16 @@ class TestPlanning:
             ("start", 0, 1e-3),
         }
 
-    def test_runs_with_other_settings_are_not_mixed_in(self, tmp_path, stand_in):
+    def test_runs_with_other_settings_are_not_mixed_in(self, tmp_path):
         folder, output = make_folder(tmp_path / "arms", "rti"), tmp_path / "out"
-        assert reproduce.main(folder, output=output, seeds=[0]) == 0
+        study_stand_in.finish(study.load(folder, output=output, seeds=[0]))
         with pytest.raises(ConfigError, match=r"other settings.*\n  rti_seed0: gate.delta: 5"):
             study.load(folder, output=output, overrides=["gate.delta=3"])
         study.load(folder, output=output, overrides=["checkpoint.every=3"])
 
-    def test_another_evaluation_is_not_done(self, tmp_path, stand_in):
+    def test_another_evaluation_is_not_done(self, tmp_path):
         folder, output = make_folder(tmp_path / "arms", "rti"), tmp_path / "out"
-        reproduce.main(folder, output=output, seeds=[0])
+        study_stand_in.finish(study.load(folder, output=output, seeds=[0]))
         assert [j.done for j in study.load(folder, output=output).jobs] == [True, False]
         (folder / "_reproduce.yaml").write_text("seeds: [0, 1]\nevaluation: {test: 61}\n")
         assert not any(j.done for j in study.load(folder, output=output).jobs)
@@ -188,7 +189,7 @@ class TestPlaying:
 
     def test_what_is_finished_is_not_played_again(self, tmp_path, stand_in):
         folder, output = make_folder(tmp_path / "arms", "rti", "grpo"), tmp_path / "out"
-        reproduce.main(folder, output=output, arms=["rti"], seeds=[0])
+        study_stand_in.finish(study.load(folder, output=output, arms=["rti"], seeds=[0]))
         before = (output / "rti_seed0" / "evals" / "final.json").stat().st_mtime_ns
         reproduce.main(folder, output=output, seeds=[0])
         assert (output / "rti_seed0" / "evals" / "final.json").stat().st_mtime_ns == before
@@ -227,9 +228,10 @@ class TestPlaying:
         ):
             pass
 
-    def test_notes_are_printed_and_must_name_a_claim(self, tmp_path, stand_in, capsys):
+    def test_notes_are_printed_and_must_name_a_claim(self, tmp_path, capsys):
         folder, output = make_folder(tmp_path / "arms", "rti", "grpo"), tmp_path / "out"
         (folder / "_notes.yaml").write_text("rti_over_grpo: Since the roles see the evidence.\n")
+        study_stand_in.finish(study.load(folder, output=output, seeds=[0]))
         reproduce.main(folder, output=output, seeds=[0])
         assert "- Since the roles see the evidence." in capsys.readouterr().out
         (folder / "_notes.yaml").write_text("rti_over_grop: oh\n")
@@ -237,9 +239,9 @@ class TestPlaying:
             reproduce.main(folder, output=output, table_only=True)
 
 
-def test_runs_on_other_tasks_are_refused(tmp_path, stand_in):
+def test_runs_on_other_tasks_are_refused(tmp_path):
     folder, output = make_folder(tmp_path / "arms", "rti", "grpo"), tmp_path / "out"
-    reproduce.main(folder, output=output, seeds=[0])
+    study_stand_in.finish(study.load(folder, output=output, seeds=[0]))
     path = output / "grpo_seed0" / "evals" / "final.json"
     data = json.loads(path.read_text())
     data["splits"]["test"]["tasks"][0]["task"] = "test/999"
