@@ -52,6 +52,39 @@ def group_advantages(rewards: Sequence[float], normalize: bool = True) -> np.nda
     return centered / values.std() if normalize else centered
 
 
+def with_gradient(groups: Sequence[Group]) -> list[Group]:
+    """The groups whose valid members do not all have one reward."""
+    return [g for g in groups if len(g.valid) >= 2 and group_advantages([t.reward for t in g.valid]).any()]
+
+
+def distillation_advantages(logprobs: np.ndarray, teacher_logprobs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """A_t = -(log pi_student(y_t | h_t) - log pi_teacher(y_t | h_t)) on the student's own tokens, [B, T] float32.
+
+    On-policy distillation (https://thinkingmachines.ai/blog/on-policy-distillation; MiniLLM, arXiv 2306.08543): the
+    policy gradient with it descends the reverse KL to the teacher, one token at a time (no return of later tokens).
+    Exactly 0 where both are equal, and where the mask is False.
+
+    Raises:
+      ValueError: different shapes, or a masked-in value that is not finite.
+    """
+    if not logprobs.shape == teacher_logprobs.shape == mask.shape:
+        raise ValueError(f"log-probabilities of shapes {logprobs.shape} and {teacher_logprobs.shape} for {mask.shape}")
+    gap = np.where(mask, teacher_logprobs, 0) - np.where(mask, logprobs, 0)
+    if not np.isfinite(gap).all():
+        raise ValueError("a token's log-probability under student or teacher is not finite")
+    return gap.astype(np.float32)
+
+
+def ungrouped(groups: Sequence[Group]) -> GroupAdvantages:
+    """Groups whose members are trained without a baseline (on-policy distillation): every valid one; advantages NaN.
+
+    The advantages are per token and not known before both models have scored the batch.
+    """
+    kept = tuple(g for g in groups if g.valid)
+    advantages = {t.id: float("nan") for g in kept for t in g.valid}
+    return GroupAdvantages(kept, advantages, len(groups) - len(kept), 0, 0)
+
+
 def assign_advantages(groups: Sequence[Group], variant: str = "grpo") -> GroupAdvantages:
     """Advantage of every valid member of every group that has a baseline.
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rti_jax.advantages import GroupAdvantages, assign_advantages
+from rti_jax.advantages import GroupAdvantages, assign_advantages, distillation_advantages, ungrouped
 from rti_jax.config import BatchConfig, Config, ConfigError, LossConfig
 from rti_jax.packing import plan_microbatches
-from rti_jax.reweight import reasoning_shift_weights, weight_means
+from rti_jax.reweight import reasoning_shift_weights, weight_statistics
 from rti_jax.types import Author, Group, TrainBatch, Trajectory, Turn
 
-TRAINED = (Author.POLICY, Author.CORRECTOR)
+TRAINED = (Author.POLICY, Author.CORRECTOR, Author.TEACHER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +71,18 @@ def build(
     Args:
       row_multiple: the rows of every micro-batch are a multiple of this (devices that share them).
       leave_out_flat: rows without a gradient are not computed. They stay in the denominators, so the loss is the
-        same; only metrics that average over tokens see fewer. Not possible with a KL term.
+        same; only metrics that average over tokens see fewer. Not possible with a term that every token has.
 
     Raises:
       ConfigError: a row is longer than the largest bucket.
       ValueError: a corrected turn was not scored, or ids are not unique.
     """
-    if leave_out_flat and config.loss.kl_beta:
-        raise ValueError("rows without an advantage have a KL gradient: they cannot be left out with loss.kl_beta > 0")
-    assigned = assign_advantages(groups, config.loss.variant)
+    if leave_out_flat and config.loss.on_every_token:
+        raise ValueError(
+            "rows without an advantage have a gradient with loss.kl_beta or loss.entropy_coef: they cannot be left out"
+        )
+    distilled = config.loss.baseline == "opd"
+    assigned = ungrouped(groups) if distilled else assign_advantages(groups, config.loss.variant)
     trajectories = [t for g in assigned.groups for t in g.valid]
     trained = [sum(len(turn.response_ids) for turn in t.turns) for t in trajectories]
     scales, denominator = aggregation(trained, config.loss, config.sampling.max_tokens)
@@ -94,7 +97,9 @@ def build(
         check_authors(batch)
     metrics = _metrics(trajectories, trained, assigned, batches)
     if config.reweight.enabled:
-        metrics |= weight_means([turn for t in trajectories for turn in t.corrected_turns], config.reweight.epsilon_cal)
+        metrics |= weight_statistics(
+            [turn for t in trajectories for turn in t.corrected_turns], config.reweight.epsilon_cal
+        )
     return PackedBatch(tuple(batches), tuple(t.id for t in trajectories), assigned.has_gradient, metrics)
 
 
@@ -169,12 +174,15 @@ def _response(turn: Turn, config: Config) -> tuple[np.ndarray, ...]:
     """Author, behaviour and sampler log-probabilities and weights of a response, each [T].
 
     A corrected turn's behaviour is its score under the rollout prompt; its sampler's values are under the corrector's
-    prompt, so they are left out. A policy turn's behaviour is NaN until `with_behavior`, unless the engine's is used.
+    prompt, so they are left out. A teacher's turn has neither. A policy turn's behaviour is NaN until `with_behavior`,
+    unless the engine's is used.
     """
     length = len(turn.response_ids)
     author = np.full(length, turn.author, np.int8)
     sampler = np.asarray(turn.sampler_logprobs, np.float32)
     nan, ones = np.full(length, np.nan, np.float32), np.ones(length, np.float32)
+    if turn.teacher:
+        return author, nan, nan, ones
     if not turn.correction:
         return author, sampler if config.loss.behavior == "engine" else nan, sampler, ones
     scored = turn.correction.rollout_logprobs, turn.correction.corrector_logprobs
@@ -246,6 +254,11 @@ def with_behavior(batch: TrainBatch, logprobs: np.ndarray) -> TrainBatch:
     return batch._replace(behavior_logprobs=np.where(policy, logprobs, batch.behavior_logprobs).astype(np.float32))
 
 
+def with_distillation(batch: TrainBatch, logprobs: np.ndarray, teacher_logprobs: np.ndarray) -> TrainBatch:
+    """The batch with the advantages of on-policy distillation, from log pi_student and log pi_teacher [B, T]."""
+    return batch._replace(advantages=distillation_advantages(logprobs, teacher_logprobs, batch.loss_mask))
+
+
 def with_reference(batch: TrainBatch, logprobs: np.ndarray) -> TrainBatch:
     """The batch with the reference model's log-probabilities [B, T] of the trained tokens, for the KL term."""
     if logprobs.shape != batch.tokens.shape:
@@ -254,15 +267,17 @@ def with_reference(batch: TrainBatch, logprobs: np.ndarray) -> TrainBatch:
 
 
 def check_authors(batch: TrainBatch) -> None:
-    """Raises ValueError unless the trained tokens are the policy's and the corrector's, with the values they need."""
+    """Raises ValueError unless the trained tokens are the policy's, corrector's and teacher's, with what they need."""
     trained = np.isin(batch.author, TRAINED)
     corrected = batch.author == Author.CORRECTOR
+    taught = batch.author == Author.TEACHER
     behavior, sampler = np.isfinite(batch.behavior_logprobs), np.isfinite(batch.sampler_logprobs)
     faults = {
-        "the loss mask is not the policy's and the corrector's tokens": (batch.loss_mask != trained).any(),
+        "the loss mask is not the tokens of policy, corrector and teacher": (batch.loss_mask != trained).any(),
         "a token that nobody sampled has a behaviour log-probability": behavior[~trained].any(),
         "a corrected token has no behaviour log-probability": not behavior[corrected].all(),
         "a corrected token has a sampler's log-probability": sampler[corrected].any(),
+        "a teacher's token has a behaviour or sampler's log-probability": (behavior | sampler)[taught].any(),
         "a token that the corrector did not write has a weight": (batch.weights[~corrected] != 1).any(),
         "a trained token counts nothing": (batch.loss_scale[trained] <= 0).any(),
     }
@@ -275,7 +290,8 @@ def _metrics(
 ) -> dict[str, float]:
     cells = sum(b.tokens.size for b in batches)
     used = sum(int((b.segment_ids > 0).sum()) for b in batches)
-    corrected = sum(len(turn.response_ids) for t in trajectories for turn in t.corrected_turns)
+    taught = any(turn.teacher for t in trajectories for turn in t.turns)
+    others = (Author.CORRECTOR, Author.TEACHER) if taught else (Author.CORRECTOR,)
     return {
         "batch/trajectories": float(len(trajectories)),
         "batch/microbatches": float(len(batches)),
@@ -285,5 +301,16 @@ def _metrics(
         "groups/dropped": float(assigned.dropped),
         "groups/filtered": float(assigned.filtered),
         "groups/flat": float(assigned.flat),
-        "corrector/token_share": corrected / max(1, sum(trained)),
+        **{name: value for a in others for name, value in _shares(trajectories, sum(trained), a).items()},
+    }
+
+
+def _shares(trajectories: Sequence[Trajectory], trained: int, author: Author) -> dict[str, float]:
+    """Lambda: which part of the trained tokens, and of the trajectories, an author other than the policy wrote."""
+    tokens = sum(len(turn.response_ids) for t in trajectories for turn in t.turns if turn.author is author)
+    touched = sum(any(turn.author is author for turn in t.turns) for t in trajectories)
+    name = author.name.lower()
+    return {
+        f"{name}/token_share": tokens / max(1, trained),
+        f"{name}/trajectory_share": touched / max(1, len(trajectories)),
     }

@@ -118,6 +118,12 @@ class RTIConfig(Section):
     roles: RolesConfig = RolesConfig()
     replay: ReplayConfig = ReplayConfig()  # also without rti.enabled, so that a baseline can replay the same
 
+    @property
+    def role_folders(self) -> dict[str, str]:
+        """Role -> folder of the frozen model that plays it; roles of the policy and behind endpoints have none."""
+        roles = {name: getattr(self.roles, name) for name in RolesConfig.model_fields}
+        return {name: role.model for name, role in roles.items() if role.model and not role.endpoint}
+
 
 class GateConfig(Section):
     delta: float = pydantic.Field(5.0, ge=0)  # paper: perplexity threshold 5; 0 rejects all, inf admits all
@@ -164,6 +170,11 @@ class LossConfig(Section):
     mismatch_clip: float | None = pydantic.Field(
         None, gt=0
     )  # truncated importance sampling of engine/learner mismatch; None = off
+
+    @property
+    def on_every_token(self) -> bool:
+        """Whether a term has a gradient on tokens without an advantage too, so that no row may be left out."""
+        return bool(self.kl_beta or self.entropy_coef)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -302,6 +313,15 @@ class Config(Section):
         if math.isnan(self.gate.delta):
             raise ValueError("gate.delta must be a number, or inf to admit every perplexity")
         return self
+
+    @property
+    def frozen_folders(self) -> dict[str, str]:
+        """Key -> folder of a model that a vLLM of its own serves in this run, never updated."""
+        asked = self.rti.enabled or self.eval.roles
+        folders = {f"rti.roles.{k}.model": v for k, v in self.rti.role_folders.items()} if asked else {}
+        if self.loss.baseline == "luffy" and self.loss.teacher.path:
+            folders["loss.teacher.path"] = self.loss.teacher.path
+        return folders
 
     @property
     def run_dir(self) -> pathlib.Path:

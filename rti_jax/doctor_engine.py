@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rti_jax import intervention, weight_sync
+from rti_jax import frozen, intervention, weight_sync
 from rti_jax import roles as roles_lib
 from rti_jax.doctor_records import Finding, Status, Subject, failure, not_applicable, ok, scorer, warning
 from rti_jax.engine import GenerateRequest, GenerateResult, make_engine
@@ -114,13 +114,15 @@ async def judged_sample(subject: Subject) -> Finding:
     if not (config.rti.enabled and config.rti.attempts):
         return not_applicable("without rti.enabled no role is asked")
     player = Player(subject.source, subject.chat, subject.engine, config)
-    roles = roles_lib.Roles(subject.chat, subject.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
     seat = Seat(config.seed, 0, "doctor/0", -1)
 
     async def score(rows):
         return await asyncio.to_thread(subject.scorer.score, subject.policy.params, rows)
 
-    rollout = await intervention.intervened_rollout(subject.tasks[0], seat, player, roles, score, config)
+    endpoints = roles_lib.connect(config.rti)
+    async with frozen.serving(config.rti.role_folders, config) as engines:
+        roles = roles_lib.Roles(subject.chat, subject.engine, config.sampling, config.rti, endpoints, engines)
+        rollout = await intervention.intervened_rollout(subject.tasks[0], seat, player, roles, score, config)
     finding = _ended(rollout.trajectory, "")
     if finding.status is Status.FAILURE or not rollout.interventions:
         return finding

@@ -1,4 +1,4 @@
-"""Models behind HTTP: vLLM servers that sample the policy, and any OpenAI-compatible endpoint that plays a role.
+"""Models behind HTTP: vLLM servers of the policy or of a teacher, and any OpenAI-compatible endpoint in a role.
 
 A policy's server is a `vllm serve` of the same model folder, on a machine where rti-jax is installed (its plugin
 receives the weights), started as
@@ -17,7 +17,7 @@ import json
 import os
 import pathlib
 import weakref
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -99,28 +99,10 @@ class ServerEngine:
             )
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        body = {
-            "model": self._model,
-            "prompt": list(request.prompt_ids),
-            "max_tokens": admit(request, self.max_context, self.vocab_size),
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "stop_token_ids": list(request.stop_token_ids),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "return_token_ids": True,
-            # A server adds its model folder's sampling defaults to what a request leaves out.
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
+        body = _sampling(self._model, request, admit(request, self.max_context, self.vocab_size))
         async with self._admitted() as version:
-            choice = (await self._try_in_turn(body))["choices"][0]
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(f"a server ended a {request.role} request with {choice['finish_reason']!r}")
-        logprobs = tuple(choice["logprobs"]["token_logprobs"])
-        return GenerateResult(tuple(choice["token_ids"]), logprobs, choice["finish_reason"], version)
+            choice = (await _try_in_turn(self._turns, body))["choices"][0]
+        return _sampled(choice, request.role, version)
 
     @contextlib.asynccontextmanager
     async def _admitted(self) -> AsyncIterator[int]:
@@ -135,17 +117,6 @@ class ServerEngine:
             self._running -= 1
             async with self._idle:
                 self._idle.notify_all()
-
-    async def _try_in_turn(self, body: dict) -> dict:
-        for attempt in range(ATTEMPTS):
-            client = next(self._turns)
-            try:
-                return await _call(client, "POST", "/v1/completions", json=body)
-            except EngineDiedError:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(2.0**attempt)
-        raise AssertionError("unreachable")
 
     async def _update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
         async with self._updating:
@@ -192,6 +163,76 @@ class ServerEngine:
                 "by another trainer, so answers since the last update may be of the wrong weights"
             )
             raise EngineDiedError(self._broken)
+
+
+class FrozenServers:
+    """vLLM servers of a teacher, never updated (a plain `vllm serve MODEL` each): they sample, and score prompts.
+
+    Args:
+      urls: base URLs; they share the requests in turn. tokenizer: the policy's, which the servers' must equal.
+
+    Raises:
+      ConfigError: a server encodes text into other ids. EngineError: it does not answer.
+    """
+
+    PROBE = 'The quick brown fox, 12.5 km; naïve Łódź 東京 \n<|im_start|>assistant\n{"name": [1, -2]}<|im_end|>'
+
+    def __init__(self, urls: Sequence[str], tokenizer: Any, concurrency: int):
+        self.version = 0
+        self.vocab_size = len(tokenizer)
+        self._loop = LoopThread()
+        self._finalizer = weakref.finalize(self, _close, self._loop, clients := [])
+        try:
+            self._loop.call(self._connect(clients, urls, tokenizer, concurrency))
+        except BaseException:
+            self._finalizer()
+            raise
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await self._loop.wrap(self._generate(request))
+
+    async def update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
+        raise EngineError("a teacher's servers are never updated")
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """log p of every id given the ids before it, at temperature 1, float32 [len(row)] each; 0 for a row's first."""
+        return self._loop.call(self._score_all(rows))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._finalizer)
+
+    async def _connect(self, clients: list, urls: Sequence[str], tokenizer: Any, concurrency: int) -> None:
+        limits, timeout = httpx.Limits(max_connections=concurrency), httpx.Timeout(GENERATE_SECONDS, connect=30.0)
+        bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        clients += [httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) for url in bases]
+        self._turns, self._slots = itertools.cycle(clients), asyncio.Semaphore(concurrency)
+        models = [(await _call(client, "GET", "/v1/models"))["data"][0] for client in clients]
+        self._model = models[0]["id"]
+        self.max_context = min(model["max_model_len"] for model in models)
+        ids = tokenizer.encode(self.PROBE, add_special_tokens=False)
+        body = {"model": self._model, "prompt": self.PROBE, "add_special_tokens": False}
+        for client in clients:
+            if (await _call(client, "POST", "/tokenize", json=body))["tokens"] != ids:
+                raise ConfigError(f"{client.base_url}: this model has another tokenizer than the policy")
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        body = _sampling(self._model, request, admit(request, self.max_context, self.vocab_size))
+        return _sampled((await _try_in_turn(self._turns, body))["choices"][0], request.role, self.version)
+
+    async def _score_all(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return list(await asyncio.gather(*map(self._score_one, rows)))
+
+    async def _score_one(self, row: Sequence[int]) -> np.ndarray:
+        if len(row) >= self.max_context:  # one token has to be sampled after it
+            raise ConfigError(
+                f"a row of {len(row)} tokens does not fit the teacher's servers: start them with --max-model-len "
+                f"{len(row) + 1} or more"
+            )
+        body = {"model": self._model, "prompt": list(row), "max_tokens": 1, "prompt_logprobs": 0}
+        async with self._slots:
+            choice = (await _try_in_turn(self._turns, body))["choices"][0]
+        found = zip(choice["prompt_logprobs"][1:], row[1:], strict=True)
+        return np.asarray([0.0, *(at[str(token)]["logprob"] for at, token in found)], np.float32)
 
 
 class ChatEndpoint:
@@ -253,6 +294,46 @@ class ChatEndpoint:
             for call in message.tool_calls or []
         ]
         return "\n".join([*([message.content] if message.content else []), *calls])
+
+
+def _sampling(model: str, request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
+    """Body of a /v1/completions request: ids in, ids and their log-probabilities out."""
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        # A server adds its model folder's sampling defaults to what a request leaves out.
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _sampled(choice: Mapping[str, Any], role: str, version: int) -> GenerateResult:
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise EngineError(f"a server ended a {role} request with {choice['finish_reason']!r}")
+    logprobs = tuple(choice["logprobs"]["token_logprobs"])
+    return GenerateResult(tuple(choice["token_ids"]), logprobs, choice["finish_reason"], version)
+
+
+async def _try_in_turn(clients: Iterator[httpx.AsyncClient], body: dict) -> dict:
+    """A completion by the next client, or by the one after it where that one cannot be reached."""
+    for attempt in range(ATTEMPTS):
+        client = next(clients)
+        try:
+            return await _call(client, "POST", "/v1/completions", json=body)
+        except EngineDiedError:
+            if attempt == ATTEMPTS - 1:
+                raise
+            await asyncio.sleep(2.0**attempt)
+    raise AssertionError("unreachable")
 
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 (the weight update's routes exist only then)"

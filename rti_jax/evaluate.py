@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from envs.base import Task
 from rti_jax import config as config_lib
-from rti_jax import role_eval, rollout, runs, statistics, summary, weight_sync
+from rti_jax import frozen, role_eval, rollout, runs, statistics, summary, weight_sync
 from rti_jax import roles as roles_lib
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import restore_params
@@ -173,5 +173,9 @@ async def _measure_roles(player: rollout.Player, policy: Policy, tasks: Sequence
     async def score(rows):
         return await asyncio.to_thread(scorer.score, policy.params, rows)
 
-    team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, roles_lib.connect(config.rti))
-    return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)
+    endpoints, folders = roles_lib.connect(config.rti), config.rti.role_folders
+    for role, folder in folders.items():
+        frozen.check_vocabulary(player.chat, folder, f"rti.roles.{role}.model")
+    async with frozen.serving(folders, config) as engines:
+        team = roles_lib.Roles(player.chat, player.engine, config.sampling, config.rti, endpoints, engines)
+        return await role_eval.measure(player, team, score, tasks, recorded=recorded, on_episode=on_episode)

@@ -318,10 +318,19 @@ def replace(group: Group, rollout: IntervenedRollout, seed: int) -> Group:
     versions = {t.policy_version for m in (*group.valid, rollout.trajectory) for t in m.turns}
     if len(versions) > 1:
         raise ValueError(f"group {group.id}: members and intervention were sampled by weights versions {versions}")
+    return put_in(group, rollout.trajectory, seed)
+
+
+def put_in(group: Group, trajectory: Trajectory, seed: int) -> Group:
+    """The group with a trajectory in the place of one valid failed member, drawn uniformly.
+
+    Raises:
+      ValueError: no member failed.
+    """
     failed = [i for i, t in enumerate(group.trajectories) if t.valid and not t.success]
     if not failed:
         raise ValueError(f"group {group.id}: no valid failed member to replace")
     place = int(np.random.default_rng(derive_seed(seed, group.id, "replace")).choice(failed))
     members = list(group.trajectories)
-    replaced, members[place] = members[place], rollout.trajectory
+    replaced, members[place] = members[place], trajectory
     return dataclasses.replace(group, trajectories=tuple(members), replaced=replaced)

@@ -34,7 +34,9 @@ def statistics(groups: Sequence[Group], usage: Mapping[str, RoleUsage] | None = 
         **_outcomes(attempts),
         "replaced": sum(g.replaced is not None for g in groups),
         **_perplexities(attempts),
+        **_lengths(attempts),
         **_truths(attempts),
+        **_foresight(attempts),
         "policy_tokens": sum(_policy_tokens(a) for a in attempts),
     }
     for role, cost in (usage or {}).items():
@@ -61,11 +63,42 @@ def _outcomes(attempts: Sequence[IntervenedRollout]) -> dict[str, int]:
 
 
 def _perplexities(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
-    """Means over corrected turns of successes, before the gate and of those it admitted; NaN where there is none."""
+    """Over corrected turns of successes, before the gate and by its decision; NaN where there is none."""
     decided = [a.decision for a in attempts if a.decision and a.decision.perplexities]
     before = [p for d in decided for p in d.perplexities]
-    admitted = [p for d in decided if d.admitted for p in d.perplexities]
-    return {"perplexity_before_gate": _mean(before), "perplexity_admitted": _mean(admitted)}
+    return {
+        "perplexity_before_gate": _mean(before),
+        "perplexity_before_gate_max": max(before, default=math.nan),
+        "perplexity_admitted": _mean([p for d in decided if d.admitted for p in d.perplexities]),
+        "perplexity_rejected": _mean([p for d in decided if not d.admitted for p in d.perplexities]),
+    }
+
+
+def _lengths(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
+    """Turns and tokens of the intervened episodes as played, and how many turns of admitted ones were rewritten."""
+    played = [a.trajectory for a in attempts if a.trajectory.status.valid]
+    admitted = [a.trajectory for a in attempts if a.decision and a.decision.admitted]
+    return {
+        "turns_per_attempt": _mean([len(t.turns) for t in played]),
+        "tokens_per_attempt": _mean([sum(len(turn.response_ids) for turn in t.turns) for t in played]),
+        "turns_per_admitted": _mean([len(t.turns) for t in admitted]),
+        "corrected_turns_per_admitted": _mean([len(t.corrected_turns) for t in admitted]),
+    }
+
+
+def _foresight(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:
+    """The validator against the outcome, in episodes whose every turn was the policy's own after all.
+
+    Without a correction the end of an episode shows whether its turns derailed it, in any environment: a flag that was
+    overruled should be followed by failure (precision), and a failure have been flagged (recall).
+    """
+    own = [a for a in attempts if a.interventions and a.trajectory.status.valid and not a.trajectory.corrected_turns]
+    flagged = [any(i.flagged for i in a.interventions) for a in own]
+    failed = [not a.trajectory.success for a in own]
+    return {
+        "validator_precision_outcome": _mean([f for f, raised in zip(failed, flagged, strict=True) if raised]),
+        "validator_recall_outcome": _mean([raised for f, raised in zip(failed, flagged, strict=True) if f]),
+    }
 
 
 def _truths(attempts: Sequence[IntervenedRollout]) -> dict[str, float]:

@@ -90,7 +90,7 @@ def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[An
 
     @jax.jit
     def logprobs(params, batch):
-        return _forward(model, config, mesh, params, batch, entropy=False)[0]
+        return _forward(model, config, mesh, params, batch, entropy=False, entropy_gradient=False)[0]
 
     def step(params, batch):
         values = logprobs(params, put(batch, mesh))
@@ -115,8 +115,8 @@ def make_update_step(
       on_policy: the first update after the rollouts: this very forward pass is the behaviour of every trained token
         (ratio exactly 1), so it need not be recomputed beforehand. `corrector/scorer_gap` says how far the cached
         scores of corrected tokens are from it.
-      norms_by_source: also the gradient norms of policy and corrector tokens, by a second backward pass over the
-        micro-batches that hold corrected tokens; without such tokens there is nothing to split, and no cost.
+      norms_by_source: also the gradient norms of the policy's tokens and of the corrector's (or a teacher's), by a
+        second backward pass over the micro-batches that hold such; without them there is nothing to split, and no cost.
     """
     return Update(model, config, mesh, optimizer, on_policy, norms_by_source)
 
@@ -128,6 +128,7 @@ class Update:
         self.traces: collections.Counter[str] = collections.Counter()
         self._model, self._config, self._mesh, self._optimizer = model, config, mesh, optimizer
         self._on_policy, self._norms_by_source = on_policy, norms_by_source
+        self._other = Author.TEACHER if config.loss.baseline == "luffy" else Author.CORRECTOR
         self._rate = learning_rate(config.optimizer, total_updates(config))
         self._compiled: dict[str, Callable] = {}
 
@@ -146,15 +147,15 @@ class Update:
         if not self._compiled:
             self._compile(state)
         gradients = self._compiled["zeros"](state.params)
-        outputs, corrected = [], None
+        outputs, others = [], None
         for batch in microbatches:
             arrays = put(batch, self._mesh)
-            if self._norms_by_source and (batch.author == Author.CORRECTOR).any():
-                corrected = self._compiled["zeros"](state.params) if corrected is None else corrected
-                corrected = self._compiled["corrected"](state.params, corrected, arrays)
+            if self._norms_by_source and (batch.author == self._other).any():
+                others = self._compiled["zeros"](state.params) if others is None else others
+                others = self._compiled["corrected"](state.params, others, arrays)
             gradients, output = self._compiled["accumulate"](state.params, gradients, arrays)
             outputs.append(output)
-        norms = self._compiled["norms"](gradients, corrected) if corrected is not None else {}
+        norms = self._compiled["norms"](gradients, others) if others is not None else {}
         rate = float(self._rate(int(state.step)))
         state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
         return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)
@@ -181,7 +182,7 @@ class Update:
         replicated = NamedSharding(self._mesh, PartitionSpec())
         zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
         norms = lambda total, part: {  # noqa: E731
-            "corrector": optax.global_norm(part),
+            self._other.name.lower(): optax.global_norm(part),
             "policy": optax.global_norm(jax.tree.map(jnp.subtract, total, part)),
         }
         self._compiled = {
@@ -199,13 +200,14 @@ class Update:
 
     def _accumulate_corrected(self, params: Any, gradients: Any, batch: TrainBatch) -> Any:
         self.traces["corrected"] += 1
-        only = jnp.where(batch.author == Author.CORRECTOR, batch.loss_scale, 0.0)
+        only = jnp.where(batch.author == self._other, batch.loss_scale, 0.0)
         new = jax.grad(self._objective, has_aux=True)(params, batch._replace(loss_scale=only))[0]
         return jax.tree.map(jnp.add, gradients, new)
 
     def _objective(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, LossOutput]:
         loss = self._config.loss
-        logprobs, entropy = _forward(self._model, self._config, self._mesh, params, batch, entropy=True)
+        bonus = loss.entropy_coef > 0
+        logprobs, entropy = _forward(self._model, self._config, self._mesh, params, batch, True, bonus)
         cached = batch.behavior_logprobs
         if self._on_policy:
             batch = batch._replace(behavior_logprobs=jax.lax.stop_gradient(logprobs))
@@ -219,6 +221,9 @@ class Update:
             sequence_ratio=loss.variant == "gspo",
             mismatch_clip=loss.mismatch_clip,
             entropy=entropy,
+            entropy_coef=loss.entropy_coef,
+            teacher=batch.author == Author.TEACHER if loss.baseline == "luffy" else None,
+            shaping=loss.shaping,
         )
         if self._on_policy:
             corrected = batch.loss_mask & (batch.author == Author.CORRECTOR)
@@ -287,7 +292,9 @@ def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     return TrainBatch(**arrays, denominator=None)
 
 
-def _forward(model: Model, config: Config, mesh: Mesh, params: Any, batch: TrainBatch, entropy: bool):
+def _forward(
+    model: Model, config: Config, mesh: Mesh, params: Any, batch: TrainBatch, entropy: bool, entropy_gradient: bool
+):
     hidden = model.hidden(params, batch.tokens, batch.positions, batch.segment_ids)
     return token_logprobs(
         hidden,
@@ -296,5 +303,6 @@ def _forward(model: Model, config: Config, mesh: Mesh, params: Any, batch: Train
         batch.segment_ids,
         config.sampling.temperature,
         entropy=entropy,
+        entropy_gradient=entropy_gradient,
         mesh=mesh,
     )

@@ -28,6 +28,7 @@ def token_logprobs(
     temperature: float | jax.Array = 1.0,
     *,
     entropy: bool = False,
+    entropy_gradient: bool = False,
     chunk: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -38,7 +39,7 @@ def token_logprobs(
       head: [D, V].
       tokens, segment_ids: int [B, T]; segment 0 is padding.
       temperature: of the sampling distribution.
-      entropy: also returns the entropy of each token's distribution, without gradient.
+      entropy: also returns the entropy of each token's distribution. entropy_gradient: with a gradient.
       chunk: tokens whose logits a device holds at a time.
       mesh: devices; rows are split over its axes data and fsdp, and the head's gradient is summed over them once, not
         once per chunk.
@@ -56,7 +57,7 @@ def token_logprobs(
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
     with jax.default_matmul_precision("highest" if hidden.dtype == jnp.float32 else "default"):
-        fused = functools.partial(_fused, columns=columns, entropy=entropy)
+        fused = functools.partial(_fused, columns=columns, entropy=entropy, through=entropy_gradient)
         if axes:
             rows, whole = PartitionSpec(axes), PartitionSpec()
             specs = {"in_specs": (rows, whole, rows, whole), "out_specs": (rows, rows)}
@@ -68,7 +69,8 @@ def token_logprobs(
     def aligned(x):
         return jnp.pad(jnp.where(continues, x[:, : length - 1], 0.0), ((0, 0), (1, 0)))
 
-    return aligned(values), aligned(jax.lax.stop_gradient(entropies)) if entropy else None
+    entropies = entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
+    return aligned(values), aligned(entropies) if entropy else None
 
 
 def chunk_columns(rows: int, length: int, vocabulary: int, chunk: int | None = None) -> int:
@@ -84,13 +86,16 @@ def _row_axes(mesh: Mesh | None, batch: int) -> tuple[str, ...]:
     return axes if shards > 1 and batch % shards == 0 else ()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _fused(hidden, head, targets, scale, columns: int, entropy: bool):
-    """Log-probabilities and entropies [B, T] of `targets`, with a gradient for hidden and head."""
-    return _forward(hidden, head, targets, scale, columns, entropy)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _fused(hidden, head, targets, scale, columns: int, entropy: bool, through: bool):
+    """Log-probabilities and entropies [B, T] of `targets`, with a gradient for hidden and head.
+
+    The entropies' gradient is left out unless it flows `through`.
+    """
+    return _forward(hidden, head, targets, scale, columns, entropy, through)[0]
 
 
-def _forward(hidden, head, targets, scale, columns: int, entropy: bool):
+def _forward(hidden, head, targets, scale, columns: int, entropy: bool, through: bool):
     """Log-probabilities and entropies [B, T] of `targets`, `columns` columns of the batch at a time."""
     weights = head.astype(hidden.dtype)
 
@@ -125,8 +130,8 @@ def _logits(hidden: jax.Array, head: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.einsum("BTD,DV->BTV", hidden, head, preferred_element_type=jnp.float32) * scale
 
 
-def _backward(columns, entropy, saved, cotangents):
-    """d log p / d logits = onehot - softmax, recomputed chunk by chunk."""
+def _backward(columns, entropy, through, saved, cotangents):
+    """d log p / d logits = onehot - softmax and d H / d logits = -p (log p + H), recomputed chunk by chunk."""
     hidden, head, targets, scale, normaliser = saved
     weights = head.astype(hidden.dtype)
 
@@ -136,6 +141,10 @@ def _backward(columns, entropy, saved, cotangents):
         hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == _slice(targets, start, columns)[..., None]
         probabilities = jnp.exp(logits - _slice(normaliser, start, columns)[..., None])
         d_logits = (_slice(cotangents[0], start, columns) * scale)[..., None] * (hit - probabilities)
+        if through:
+            table = logits - _slice(normaliser, start, columns)[..., None]
+            slope = -probabilities * (table + _entropy(table)[..., None])
+            d_logits += (_slice(cotangents[1], start, columns) * scale)[..., None] * slope
         d_logits = d_logits.astype(hidden.dtype)
         d_head += jnp.einsum("BTD,BTV->DV", h, d_logits, preferred_element_type=jnp.float32)
         return d_head, jnp.einsum("BTV,DV->BTD", d_logits, weights)

@@ -77,6 +77,24 @@ def clipped_surrogate(log_ratio: Array, advantages: Array, clip_low: float, clip
     return surrogate, above | below
 
 
+def shaped_surrogate(logprobs: Array, advantages: Array, mask: Array, gamma: float) -> Array:
+    """f(p) A with f(p) = p / (p + gamma), p = pi_theta(y_t | h_t): LUFFY's off-policy term (arXiv 2504.14945).
+
+    The teacher's own probability counts as one, so the ratio is p itself. f raises the gradient of what the policy
+    finds unlikely: d(f A) / d log p = A gamma p / (p + gamma)^2, largest at p = gamma. Nothing is clipped.
+
+    Args:
+      logprobs: [B, T]. advantages: [B, T], no gradient flows to them. mask: [B, T] bool, the teacher's tokens.
+
+    Returns:
+      [B, T], to be maximised; 0 where the mask is False.
+    """
+    chex.assert_equal_shape([logprobs, advantages, mask])
+    probability = jnp.exp(jnp.where(mask, logprobs, 0.0))
+    advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
+    return probability / (probability + gamma) * advantages
+
+
 def k3_kl(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
     """KL(pi_theta || pi_ref) per token by the k3 estimator (GRPO, arXiv 2402.03300 eq. 4), [B, T]; >= 0.
 
@@ -107,8 +125,11 @@ def policy_loss(
     sequence_ratio: bool = False,
     mismatch_clip: float | None = None,
     entropy: Array | None = None,
+    entropy_coef: float = 0.0,
+    teacher: Array | None = None,
+    shaping: float = 0.1,
 ) -> LossOutput:
-    """The objective of RTI and its variants, negated: sum of loss_scale (-w min(rho A, clip(rho) A) + beta KL).
+    """The objective, negated: sum of loss_scale (-w min(rho A, clip(rho) A) + beta KL - entropy_coef H).
 
     Args:
       logprobs: [B, T] log pi_theta of `tokens`; the only input with a gradient.
@@ -118,17 +139,22 @@ def policy_loss(
         they take no part in the mismatch and its correction.
       sequence_ratio: GSPO's ratio instead of one per token.
       mismatch_clip: cap of the truncated importance weight of policy tokens; None is off.
-      entropy: [B, T], for the metrics only.
+      entropy: [B, T], for the metrics, and for the bonus if entropy_coef is above 0 (then with a gradient).
+      teacher: [B, T] bool, tokens of a teacher (LUFFY): their term is `shaped_surrogate` with gamma = `shaping`, and
+        they have no ratio. None where there is no teacher.
     """
     chex.assert_equal_shape([logprobs, corrected, batch.loss_mask, batch.weights, batch.loss_scale])
     mask = batch.loss_mask
-    token_log_ratio = log_ratio(logprobs, batch.behavior_logprobs, mask)
+    own = mask if teacher is None else mask & ~teacher
+    token_log_ratio = log_ratio(logprobs, batch.behavior_logprobs, own)
     used = sequence_log_ratio(token_log_ratio, mask, batch.segment_ids) if sequence_ratio else token_log_ratio
     advantages = jnp.where(mask, batch.advantages, 0.0)
     surrogate, clipped = clipped_surrogate(used, advantages, clip_low, clip_high)
+    if teacher is not None:
+        surrogate = jnp.where(teacher, shaped_surrogate(logprobs, advantages, mask & teacher, shaping), surrogate)
     emphasis = jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0.0))
     if mismatch_clip is not None:
-        sampled = mask & ~corrected
+        sampled = own & ~corrected
         emphasis *= truncated_importance(batch.behavior_logprobs, batch.sampler_logprobs, sampled, mismatch_clip)
     kl = k3_kl(logprobs, batch.ref_logprobs, mask) if kl_beta else jnp.zeros_like(logprobs)
     scale = jax.lax.stop_gradient(jnp.where(mask, batch.loss_scale, 0.0))
@@ -140,11 +166,18 @@ def policy_loss(
         "approx_kl": jnp.expm1(token_log_ratio) - token_log_ratio,
         "weight": emphasis,
     }
+    losses = {"loss/total": terms, "loss/policy": policy_terms, "loss/kl": kl_terms}
     if entropy is not None:
         per_token["entropy"] = entropy
-    losses = {"loss/total": terms, "loss/policy": policy_terms, "loss/kl": kl_terms}
-    sums = {name: pair_sum(value) for name, value in losses.items()} | sums_by_source(mask, corrected, per_token)
-    mismatch_sums, maxima = mismatch(batch, mask & ~corrected)
+    if entropy_coef:
+        losses["loss/entropy"] = scale * jnp.where(mask, entropy, 0.0)
+        terms = losses["loss/total"] = terms - entropy_coef * losses["loss/entropy"]
+    sums = {name: pair_sum(value) for name, value in losses.items()}
+    sums |= sums_by_source({"policy": own & ~corrected, "corrector": mask & corrected}, per_token)
+    if teacher is not None:
+        probability = jnp.exp(jnp.where(mask, logprobs, 0.0))
+        sums |= sums_by_source({"teacher": mask & teacher}, {"probability": probability})
+    mismatch_sums, maxima = mismatch(batch, own & ~corrected)
     return LossOutput(jnp.sum(terms), jax.lax.stop_gradient(sums | mismatch_sums), maxima)
 
 
@@ -165,10 +198,10 @@ def pair_sum(values: Array) -> Array:
     return jnp.stack([high.sum(), low.sum()])
 
 
-def sums_by_source(mask: Array, corrected: Array, per_token: dict[str, Array]) -> dict[str, Array]:
-    """Sums of each [B, T] value over the policy's and over the corrector's tokens, and how many tokens those are."""
+def sums_by_source(sources: dict[str, Array], per_token: dict[str, Array]) -> dict[str, Array]:
+    """Sums of each [B, T] value over the tokens [B, T] bool of each source, and how many tokens those are."""
     sums = {}
-    for source, chosen in (("policy", mask & ~corrected), ("corrector", mask & corrected)):
+    for source, chosen in sources.items():
         sums[f"{source}/tokens"] = jnp.sum(chosen, dtype=jnp.float32)
         for name, value in per_token.items():
             sums[f"{source}/{name}"] = jnp.sum(jnp.where(chosen, value, 0.0), dtype=jnp.float32)

@@ -32,7 +32,7 @@ def learner_parts(model: Any, config: Config, mesh: Any, rows: int, length: int)
     state = learner.abstract_state(params, make_optimizer(config.optimizer, params, total_updates(config)), mesh)
     weights = held(state.params)
     # Summed over micro-batches; this micro-batch's; and those of corrected tokens alone, for the norms by source.
-    gradients = 2 + bool(config.rti.enabled and config.rti.attempts)
+    gradients = 2 + bool(config.rti.enabled and config.rti.attempts or config.loss.baseline == "luffy")
     return {
         "parameters": weights,
         "gradients": gradients * weights,

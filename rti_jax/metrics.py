@@ -17,7 +17,7 @@ import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-QUIET = ("rollout", "intervention", "update", "sync", "probe")  # phases of every step: no line of their own
+QUIET = ("rollout", "intervention", "teacher", "update", "sync", "probe")  # phases of every step: no line of their own
 
 
 def jsonable(value: float) -> float | int | None:

@@ -151,8 +151,31 @@ def estimate(model: Any, config: Config, chip: Chip) -> Estimate:
         weights, cache = engine_bytes(model, config, chip)
         parts |= {"engine_weights": weights, "engine_cache": max(cache, 0.0)}
         cache_tokens = max(cache, 0.0) / bytes_per_token(model, config)
+    parts |= other_models(model, config, mesh, chip)
     spaces = memory.workspaces(model, mesh, rows, length)
     return Estimate(rows, length, parts, spaces, chip.memory, cache_tokens, config.sampling.max_context)
+
+
+def other_models(model: Any, config: Config, mesh: Any, chip: Chip) -> dict[str, float]:
+    """Bytes of a teacher's parameters beside the learner's, and of the engines of frozen models."""
+    teacher = teacher_of(model, config)
+    share = config.engine.frozen_fraction * chip.memory
+    return {
+        "teacher": memory.held(memory.parameters(teacher, mesh)) if teacher else 0.0,
+        "frozen_engines": share * len(set(config.frozen_folders.values())),
+    }
+
+
+def teacher_of(model: Any, config: Config) -> Any:
+    """The model that on-policy distillation scores beside the policy; of unknown shapes it counts as large as that."""
+    path = config.loss.teacher.path
+    if config.loss.baseline != "opd" or not path:
+        return None
+    own = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    try:
+        return describe(own, None)[0]
+    except ConfigError:
+        return model
 
 
 def microbatch_rows(config: Config) -> int:
@@ -191,6 +214,10 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
     forward = flops.forward(model, tokens, episodes * flops.causal_pairs(episode_tokens))
     extra = (config.optimizer.minibatches > 1 and config.loss.behavior == "recompute") + bool(config.loss.kl_beta)
     operations = forward.update(config.model.remat) + extra * forward.forward
+    if config.loss.baseline == "opd":  # the student's own forward pass, and the teacher's
+        teacher = teacher_of(model, config)
+        scored = flops.forward(teacher, tokens, episodes * flops.causal_pairs(episode_tokens)) if teacher else None
+        operations += forward.forward + (scored.forward if scored else 0)
     own_tokens = estimated.rows * estimated.length
     microbatches = math.ceil(tokens / (own_tokens * config.mesh.data * config.mesh.fsdp))
     sent = traffic.per_microbatch(model, mesh_axes(config.mesh), own_tokens)
@@ -222,12 +249,14 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
         "communication_bytes_per_step": {name: round(value * microbatches) for name, value in sent.items()},
         "communication_seconds": sent["bytes"] * microbatches / chip.link,
         "changes": [] if estimated.fits else list(changes(model, config, chip)),
-        "notes": list(notes(config, chip, devices)),
+        "notes": list(notes(model, config, chip, devices)),
     }
 
 
-def notes(config: Config, chip: Chip, devices: int) -> Iterator[str]:
+def notes(model: Any, config: Config, chip: Chip, devices: int) -> Iterator[str]:
     """What a colocated engine needs to be told, whether it fits or not."""
+    if teacher_of(model, config) is model:
+        yield f"loss.teacher.path={config.loss.teacher.path}: no config.json there, so it counts as large as the policy"
     if config.engine.kind != "vllm":
         return
     own = engine_argument(config, "tensor_parallel_size", 1) * engine_argument(config, "data_parallel_size", 1)
@@ -319,6 +348,8 @@ PART_NAMES = {
     "gradients": "gradients, float32: summed, of a micro-batch, of corrections",
     "optimizer": "optimizer moments",
     "reference": "reference parameters (loss.kl_beta)",
+    "teacher": "teacher's parameters, float32 (loss.teacher.path)",
+    "frozen_engines": "engines of frozen models (engine.frozen_fraction)",
     "compute_weights": "weights of the layers in the compute dtype",
     "activations": "activations kept for the backward pass",
     "workspace": "working set",

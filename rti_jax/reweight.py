@@ -44,12 +44,18 @@ def copied_tokens(original_ids: Sequence[int], replaced_ids: Sequence[int]) -> n
     return copied
 
 
-def weight_means(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, float]:
-    """Mean weight over copied and over edited tokens of scored, corrected turns; a kind without tokens is absent."""
+def weight_statistics(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, float]:
+    """Least, mean and largest weight on copied and on edited tokens of scored, corrected turns; none without tokens."""
     if not turns:
         return {}
     scored = [(t.correction.corrector_logprobs, t.correction.rollout_logprobs) for t in turns]
     weights = np.concatenate([reasoning_shift_weights(*pair, epsilon_cal) for pair in scored])
     copied = np.concatenate([copied_tokens(t.correction.original_ids, t.response_ids) for t in turns])
-    kinds = {"reweight/mean_copied": weights[copied], "reweight/mean_edited": weights[~copied]}
-    return {name: float(values.mean()) for name, values in kinds.items() if values.size}
+    kinds = {"copied": weights[copied], "edited": weights[~copied]}
+    measures = {"min": np.min, "mean": np.mean, "max": np.max}
+    return {
+        f"reweight/{name}_{kind}": float(measure(values))
+        for kind, values in kinds.items()
+        if values.size
+        for name, measure in measures.items()
+    }

@@ -1,9 +1,9 @@
 """The three roles of an intervened rollout: validator, corrector, verifier (RTI, 2610.13438; docs/intervention.md).
 
 Each role is a model with a prompt: the visible conversation h_t, then one user message rendered from a template, then
-the same generation prompt as h_t's. By default the policy itself plays all three on its own engine; a role may be
-played by another model behind an endpoint instead. Templates are jinja2 files, `<style>/{validator,corrector,
-verifier}.j2`, of a built-in style (rti_jax/prompts/) or of a folder of the user's.
+the same generation prompt as h_t's. By default the policy itself plays all three on its own engine; another model may
+play a role instead, a frozen checkpoint with the policy's vocabulary or one behind an endpoint. Templates are jinja2
+files, `<style>/{validator,corrector,verifier}.j2`, of a built-in style (rti_jax/prompts/) or of a folder of the user's.
 """
 
 import dataclasses
@@ -143,9 +143,10 @@ class Roles:
 
     Args:
       endpoints: another model per role name, for the roles whose config names an endpoint.
+      engines: of other models per role name, for the roles whose config names a folder (rti_jax/frozen.py).
 
     Raises:
-      ConfigError: if a role's config names an endpoint and none is given.
+      ConfigError: if a role's config names an endpoint or a folder and none is given.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Roles:
         sampling: SamplingConfig,
         config: RTIConfig,
         endpoints: Mapping[str, Endpoint] | None = None,
+        engines: Mapping[str, Engine] | None = None,
     ):
         self.chat = chat
         self.engine = engine
@@ -162,10 +164,13 @@ class Roles:
         self.config = config
         self.prompts = RolePrompts(config.prompts, conceal=config.conceal, verify_leaks=config.verify_leaks)
         self.usage = {role: RoleUsage() for role in ROLES}
-        self._endpoints = dict(endpoints or {})
+        self._endpoints, self._engines = dict(endpoints or {}), dict(engines or {})
         for role in ROLES:
-            if (url := role_config(self.config, role).endpoint) and role not in self._endpoints:
-                raise ConfigError(f"rti.roles.{role}.endpoint={url} has no client to reach it with")
+            own = role_config(self.config, role)
+            if own.endpoint and role not in self._endpoints:
+                raise ConfigError(f"rti.roles.{role}.endpoint={own.endpoint} has no client to reach it with")
+            if own.model and not own.endpoint and role not in self._engines:
+                raise ConfigError(f"rti.roles.{role}.model={own.model} has no engine that serves it")
 
     async def validate(self, view: TurnView, evidence: Evidence, rules: str, proposed: str, seed: int) -> Verdict:
         """Step 2: is y likely to derail success? An unreadable verdict counts as valid."""
@@ -184,6 +189,8 @@ class Roles:
             logprobs, version = (math.nan,) * len(ids), self.engine.version  # not a sample of the policy's
         else:
             ids, logprobs, version = await self._sample("corrector", prompt_ids, seed)
+        if "corrector" in self._engines:  # not a sample of the policy's either
+            logprobs, version = (math.nan,) * len(ids), self.engine.version
         return Replacement(prompt_ids, ids, logprobs, version, self.chat.parse(view.prompt_ids, ids, view.tools))
 
     async def verify(
@@ -225,7 +232,7 @@ class Roles:
         room = self.sampling.max_context - len(prompt_ids)
         if room < 1:
             return (), (), self.engine.version
-        result = await self.engine.generate(
+        result = await self._engines.get(role, self.engine).generate(
             GenerateRequest(
                 prompt_ids=tuple(prompt_ids),
                 max_tokens=min(self._max_tokens(role), room),

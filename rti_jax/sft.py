@@ -2,6 +2,7 @@
 
     rti sft configs/warmstart.yaml            makes the policy that the quickstart trains (models/navigation-mini)
     rti sft configs/warmstart.yaml steps=50   a short one
+    rti sft configs/teacher.yaml              a teacher for the baselines: the same policy, taught the hard tasks too
 
 With `init` a new model is drawn and, with `tokenizer`, a small tokenizer is trained on the same transcripts;
 with `model.path` an existing Hugging Face folder is fine-tuned. Sections in the order in which data flows:
@@ -75,6 +76,7 @@ class DataConfig(config_lib.Section):
     shares: dict[str, float] = {"agent": 0.4, "validator": 0.2, "corrector": 0.2, "verifier": 0.2}
     language_model_weight: float = pydantic.Field(0.3, ge=0, le=1)
     leak_share: float = pydantic.Field(0.25, ge=0, le=1)  # correctors' transcripts whose rewrite leaks or fabricates
+    hard_share: float = pydantic.Field(0.0, ge=0, le=1)  # of the agent's transcripts, hard tasks as the expert plays
     own_share: float = pydantic.Field(0.0, ge=0, le=1)  # of the turns that roles judge, the policy's own; needs vLLM
     own_after: float = pydantic.Field(0.5, ge=0, lt=1)  # share of the steps after which they are sampled, and used
     own_tasks: int = pydantic.Field(1000, ge=1)  # tasks that are played for them
@@ -227,6 +229,7 @@ def stream(
         leak_share=config.data.leak_share,
         text_weight=config.data.language_model_weight,
         seed=seed,
+        hard_share=config.data.hard_share,
         own=own,
         own_share=config.data.own_share,
     )

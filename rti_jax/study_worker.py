@@ -22,30 +22,43 @@ from rti_jax.config import Config, ConfigError
 from rti_jax.study import FINAL
 
 
-class SharedEngine:
-    """The engine of the jobs so far; another one is started when a job asks for other settings."""
+class SharedEngines:
+    """The engines of the jobs so far: the policy's, and those of frozen models by their folder.
+
+    All are started anew when a job asks for other settings.
+    """
 
     def __init__(self):
-        self._engine, self._key = None, None
+        self._key, self._policy, self._frozen, self._stack = "", None, {}, contextlib.AsyncExitStack()
 
-    async def get(self, config: Config):
-        """An engine that suits the config, with weights of whichever run came before."""
+    async def policy(self, config: Config) -> Any:
+        """An engine that suits the config, with the weights of whichever run came before."""
         from rti_jax.engine import make_engine
 
-        key = (config.model.path, config.model.dtype, config.sampling.max_context, config.rollout.concurrency)
-        key = (*key, config.engine.model_dump_json())
+        sampling, model = config.sampling, config.model
+        key = f"{model.path} {model.dtype} {sampling.max_context} {config.rollout.concurrency} {config.engine}"
         if key != self._key:
             await self.close()
-            self._engine, self._key = await asyncio.to_thread(make_engine, config.model.path, config), key
-        return self._engine
+            self._policy, self._key = await asyncio.to_thread(make_engine, model.path, config), key
+        return self._policy
+
+    async def frozen(self, config: Config) -> dict[str, Any]:
+        """Key of the config -> engine, for a teacher and for stronger models in roles. Call `policy` before."""
+        from rti_jax import frozen
+
+        for folder in config.frozen_folders.values():
+            if folder not in self._frozen:
+                self._frozen |= await self._stack.enter_async_context(frozen.serving({folder: folder}, config))
+        return {key: self._frozen[folder] for key, folder in config.frozen_folders.items()}
 
     async def close(self) -> None:
-        engine, self._engine, self._key = self._engine, None, None
-        if engine:
-            await engine.close()
+        policy, self._policy, self._key, self._frozen = self._policy, None, "", {}
+        await self._stack.aclose()
+        if policy:
+            await policy.close()
 
 
-async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine) -> None:
+async def play(config: Config, evaluation: dict[str, int], engines: SharedEngines) -> None:
     """Trains, or goes on with, one run as `rti train` does, then evaluates it as the study does.
 
     Args:
@@ -63,12 +76,12 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
     run = runs.open_run(config)
     with runs.locked(run), open(run.folder / "log.txt", "a") as log:
         tasks, policy = TaskSets.load(config), load_policy(config)
-        engine = await engines.get(config)
+        engine, others = await engines.policy(config), await engines.frozen(config)
         session = await EngineSession.begin(engine, hf.to_hf(policy.model, policy.params))
         learner = Learner(config, policy, run, tasks)
         console = Console(file=log, width=120)
         with Recorder(run.folder, config.steps, learner.step, console) as recorder:
-            trainer = Trainer(config, run, learner, session, tasks, recorder)
+            trainer = Trainer(config, run, learner, session, tasks, recorder, others)
             await trainer.run()
             result = await evaluate_finally(trainer, evaluation, recorder)
         runs.write_json(run.folder / "evals" / FINAL, result)
@@ -100,7 +113,7 @@ async def serve(replies: Any) -> None:
         loop.call_soon_threadsafe(task.cancel)
 
     threading.Thread(target=read, name="jobs", daemon=True).start()
-    engines = SharedEngine()
+    engines = SharedEngines()
     try:
         while job := await jobs.get():
             started = time.monotonic()

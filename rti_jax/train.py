@@ -7,6 +7,7 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
 
     tasks -> groups of G trajectories (vLLM, weights version v)
           -> groups that failed entirely: intervened rollouts, scored by the learner under v, gated, one member replaced
+             (a baseline instead: a teacher's rollout, rti_jax/luffy.py, or its log-probabilities, distillation.py)
           -> advantages on the rewards after replacement -> packed micro-batches
           -> update -> weights version v + 1 to the engine -> metrics, checkpoint
 
@@ -21,7 +22,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +31,11 @@ from envs.base import Task
 from rti_jax import (
     advantages,
     batching,
+    distillation,
     evaluate,
+    frozen,
     intervention,
-    intervention_metrics,
+    luffy,
     replay,
     role_eval,
     roles,
@@ -41,9 +44,11 @@ from rti_jax import (
     weight_sync,
 )
 from rti_jax import config as config_lib
+from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints, restore
+from rti_jax.collection import Collection
+from rti_jax.endpoints import FrozenServers
 from rti_jax.engine import Engine, GenerateRequest, make_engine
-from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
@@ -84,7 +89,8 @@ async def _train(config: config_lib.Config, run: runs.Run) -> None:
         starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
         try:
             engine = await asyncio.shield(starting)  # a thread cannot be cancelled: its engine is closed below
-            await Trainer(config, run, learner, engine, tasks, recorder).run()
+            async with frozen.serving(config.frozen_folders, config) as others:
+                await Trainer(config, run, learner, engine, tasks, recorder, others).run()
         finally:
             if not (starting.done() and starting.exception()):
                 await (await starting).close()
@@ -113,6 +119,8 @@ class TaskSets(NamedTuple):
         replay.check(config)
         if config.eval.roles:
             role_eval.check(source.cls)
+        if config.loss.teacher.rollouts:
+            luffy.read_episodes(config.loss.teacher.rollouts)
         sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         return cls(source, trained, evaluate.limited(held_out, config.eval.limit))
 
@@ -137,11 +145,15 @@ class Learner:
         self._on_policy = recompute and config.optimizer.minibatches == 1
         self._recompute = recompute and not self._on_policy
         self._logprobs = make_logprobs_step(policy.model, config, policy.mesh)
+        by_source = config.rti.enabled or config.loss.baseline == "luffy"
         self._update = make_update_step(
-            policy.model, config, policy.mesh, optimizer, on_policy=self._on_policy, norms_by_source=config.rti.enabled
+            policy.model, config, policy.mesh, optimizer, on_policy=self._on_policy, norms_by_source=by_source
         )
         self._scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
         self._reference = load_policy(config).params if config.loss.kl_beta else None
+        self._teacher = distillation.make_teacher(config, policy) if config.loss.baseline == "opd" else None
+        for key, folder in config.frozen_folders.items():
+            frozen.check_vocabulary(policy.chat, folder, key)
         replays = config.rti.replay.rows > 0
         self.replay = Replay(config, policy, tasks.source, tasks.trained, optimizer) if replays else None
 
@@ -156,7 +168,7 @@ class Learner:
                 part,
                 self.config,
                 row_multiple=row_multiple(self.policy.mesh),
-                leave_out_flat=not self.config.loss.kl_beta,
+                leave_out_flat=not self.config.loss.on_every_token,
             )
             for part in batching.split_groups(groups, self.config.optimizer.minibatches)
         ]
@@ -164,16 +176,19 @@ class Learner:
     def update(self, packed: Sequence[batching.PackedBatch]) -> dict[str, float]:
         """All optimizer steps of a batch; those without a gradient are skipped, in every arm."""
         batches = [[self._filled(b) for b in p.microbatches] for p in packed]
+        taught: dict[str, float] = {}
+        if self._teacher:
+            batches, taught = self._distilled(batches)
         results: list[dict[str, float]] = []
         for part, microbatches in zip(packed, batches, strict=True):
-            if microbatches and (part.has_gradient or self.config.loss.kl_beta):
+            if microbatches and (self._has_gradient(part, microbatches) or self.config.loss.on_every_token):
                 self.state, metrics = self._update(self.state, microbatches)
                 results.append(metrics)
         replayed: dict[str, float] = {}
         if self.replay:
             self.state, replayed = self.replay(self.state, self.step)
         counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
-        return _combined([p.metrics for p in packed]) | _combined(results) | counts | replayed
+        return _combined([p.metrics for p in packed]) | _combined(results) | counts | taught | replayed
 
     def _filled(self, batch: TrainBatch) -> TrainBatch:
         """Behaviour and reference log-probabilities, before any parameter changes."""
@@ -182,6 +197,20 @@ class Learner:
         if self._reference is not None:
             batch = batching.with_reference(batch, self._logprobs(self._reference, batch))
         return batch
+
+    def _distilled(self, batches: list[list[TrainBatch]]) -> tuple[list[list[TrainBatch]], dict[str, float]]:
+        """Advantages of every token from student and teacher, before any parameter changes, and their means."""
+        flat = [b for part in batches for b in part]
+        taught = [self._teacher(b) for b in flat]
+        done = [
+            batching.with_distillation(b, self._logprobs(self.state.params, b), t)
+            for b, t in zip(flat, taught, strict=True)
+        ]
+        rest = iter(done)
+        return [[next(rest) for _ in part] for part in batches], distillation.statistics(done, taught)
+
+    def _has_gradient(self, part: batching.PackedBatch, microbatches: Sequence[TrainBatch]) -> bool:
+        return any(b.advantages.any() for b in microbatches) if self._teacher else part.has_gradient
 
 
 class Trainer:
@@ -195,13 +224,19 @@ class Trainer:
         engine: Engine,
         tasks: TaskSets,
         recorder: Recorder,
+        others: Mapping[str, Engine],
     ):
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
         self.tasks = tasks
         self.player = Player(tasks.source, learner.policy.chat, engine, config)
-        endpoints = roles.connect(config.rti)
-        self.roles = roles.Roles(learner.policy.chat, engine, config.sampling, config.rti, endpoints)
+        chat, endpoints = learner.policy.chat, roles.connect(config.rti)
+        engines = {role: others[key] for role in roles.ROLES if (key := f"rti.roles.{role}.model") in others}
+        self.roles = roles.Roles(chat, engine, config.sampling, config.rti, endpoints, engines)
+        self._teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self._seconds: dict[str, float] = {}
+        self.collect = Collection(
+            config, tasks.trained, self.player, self.roles, self._score, self._teacher, recorder, self._timed
+        )
 
     async def run(self) -> None:
         """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step."""
@@ -231,13 +266,13 @@ class Trainer:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
         self._seconds = {}
-        tasks = sample_tasks(self.tasks.trained, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
-        groups, metrics = await self.roll_out(tasks, n)
+        groups, metrics = await self.collect(n)
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
             packed = learner.pack(groups)
             metrics |= learner.update(packed)
             learner.step = n + 1
-        assigned = advantages.assign_advantages(groups, config.loss.variant).advantages
+        distilled = config.loss.baseline == "opd"  # its advantages are per token
+        assigned = {} if distilled else advantages.assign_advantages(groups, config.loss.variant).advantages
         runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
         try:
             with self._timed("sync"):
@@ -247,24 +282,6 @@ class Trainer:
                 metrics |= await self.probe(groups)
         finally:
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
-
-    async def roll_out(self, tasks, n: int) -> tuple[list[Group], dict[str, float]]:
-        """Groups of the step after intervention, and their metrics."""
-        config = self.config
-        with self._timed("rollout"), self.recorder.episodes("rollouts", len(tasks) * config.rollout.group_size) as seen:
-            groups = await self.player.collect(tasks, step=n, on_episode=seen)
-        if not any(g.valid for g in groups):
-            raise EngineError(f"no episode of step {n + 1} could be played: {summary.first_error(groups)}")
-        metrics = summary.group_metrics(groups, tasks)
-        if not (config.rti.enabled and config.rti.attempts):
-            return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
-        waiting = sum(map(intervention.triggered, groups))
-        with self._timed("intervention"), self.recorder.episodes("interventions", waiting) as seen:
-            groups = await intervention.intervene(
-                groups, tasks, self.player, self.roles, self._score, config, step=n, on_episode=seen
-            )
-        metrics |= summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
-        return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
 
     async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
@@ -323,7 +340,18 @@ class Trainer:
         self.recorder.phase(name)
         started = time.monotonic()
         yield
-        self._seconds[name] = time.monotonic() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def luffy_teacher(config: config_lib.Config, tasks: TaskSets, chat: Chat, engine: Engine | None) -> luffy.Guide | None:
+    """Where LUFFY's rollouts come from; None without LUFFY."""
+    teacher = config.loss.teacher
+    if config.loss.baseline != "luffy":
+        return None
+    if teacher.rollouts:
+        return luffy.Stored(teacher.rollouts, chat, tasks.source, tasks.trained, config)
+    engine = engine or FrozenServers(teacher.urls, chat.tokenizer, config.rollout.concurrency)
+    return luffy.Played(Player(tasks.source, chat, engine, config), config)
 
 
 def _combined(results: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -336,5 +364,7 @@ def _how(name: str):
     group, _, kind = name.partition("/")
     if kind == "max":
         return np.max
+    if group == "reweight" and kind.startswith(("min_", "max_")):
+        return np.min if kind.startswith("min_") else np.max
     counts = group in ("groups", "batch") and kind != "padding_fraction"
     return np.sum if counts or kind in ("tokens", "skipped") else np.mean

@@ -13,9 +13,9 @@ see. Four kinds:
 The turns that the roles judge are scripted (the expert's, the agent's habit, mistakes of known kinds), or the policy's
 own (rti_jax/own_turns.py).
 
-The agent is not taught the hard tasks: it searches by name, whether or not the request names the region, but for a few
-searches in a hundred (`RARE_HABIT`), as a real policy's rare good habits are. Without it reinforcement would first
-raise the region everywhere, also where the request names none.
+The agent is not taught the hard tasks, unless `hard_share` asks for it: it searches by name, whether or not the
+request names the region, but for a few searches in a hundred (`RARE_HABIT`), as a real policy's rare good habits are.
+Without it reinforcement would first raise the region everywhere, also where the request names none.
 """
 
 import asyncio
@@ -117,6 +117,8 @@ class Transcripts:
       tasks: easy and hard tasks of Navigation.
       shares: relative numbers of each kind of transcript. leak_share: of correctors that are told to conceal.
       text_weight: loss weight of text that the assistant did not write.
+      hard_share: of the agent's transcripts that are hard tasks, played as the expert plays them (a teacher, or a
+        baseline of supervised fine-tuning).
       own: turns of the policy itself. own_share: of the turns that the roles judge that are drawn from them.
     """
 
@@ -131,6 +133,7 @@ class Transcripts:
         leak_share: float,
         text_weight: float,
         seed: int,
+        hard_share: float = 0.0,
         own: Sequence[OwnTurn] = (),
         own_share: float = 0.0,
     ):
@@ -138,7 +141,7 @@ class Transcripts:
         self._easy = [t for t in tasks if t.kind == "easy"]
         self._hard = [t for t in tasks if t.kind == "hard"]
         self._kinds, self._shares = list(shares), list(shares.values())
-        self._leak_share, self._text_weight = leak_share, text_weight
+        self._leak_share, self._text_weight, self._hard_share = leak_share, text_weight, hard_share
         self._own, self._own_share = own, own_share if own else 0.0
         self._rng = random.Random(f"transcripts/{seed}")
 
@@ -151,11 +154,13 @@ class Transcripts:
                 yield Row(kind, np.asarray(ids, np.int32), np.asarray(weights, np.float32))
 
     async def _agent(self) -> tuple[list[int], list[float]]:
-        start = await self._env.reset(self._rng.choice(self._easy))
+        hard = bool(self._hard_share) and self._rng.random() < self._hard_share
+        start = await self._env.reset(self._rng.choice(self._hard if hard else self._easy))
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         while (turn := self._env.expert()) is not None:
-            prompt, weights, done = await self._extend(prompt, weights, self._habit(turn), start.tools, 1.0)
+            played = turn if hard else self._habit(turn)
+            prompt, weights, done = await self._extend(prompt, weights, played, start.tools, 1.0)
             if done:
                 break
         return list(prompt), weights

@@ -20,13 +20,14 @@ import numpy as np
 
 
 class Author(enum.IntEnum):
-    """Who wrote a token. Only POLICY and CORRECTOR tokens are trained, counted or have a ratio."""
+    """Who wrote a token. Only what policy, corrector and teacher wrote is trained and counted."""
 
     PADDING = 0
     TEMPLATE = 1  # prompt: system, tools, request, role markers and generation prompts
     ENVIRONMENT = 2  # tool results and simulated users
     POLICY = 3
     CORRECTOR = 4
+    TEACHER = 5  # another model, in a baseline (LUFFY): off-policy, without a ratio
 
 
 class Status(enum.StrEnum):
@@ -95,6 +96,7 @@ class Turn:
       finish_reason: "stop" or "length".
       policy_version: weights version that sampled it.
       correction: set if the turn was written by the corrector.
+      teacher: True if a teacher wrote it (LUFFY); then nothing of sampler_logprobs is used.
     """
 
     id: str
@@ -104,6 +106,7 @@ class Turn:
     finish_reason: str
     policy_version: int
     correction: Correction | None = None
+    teacher: bool = False
 
     def __post_init__(self):
         if not self.prompt_ids or not self.response_ids:
@@ -124,6 +127,8 @@ class Turn:
 
     @property
     def author(self) -> Author:
+        if self.teacher:
+            return Author.TEACHER
         return Author.CORRECTOR if self.correction else Author.POLICY
 
 
@@ -262,7 +267,7 @@ class TrainBatch(NamedTuple):
 
     Attributes:
       tokens: int32. positions: int32, restart at 0 in each segment. segment_ids: int32, 0 is padding, 1.. in a row.
-      loss_mask: bool, True on policy and corrector tokens. author: int8, see `Author`.
+      loss_mask: bool, True on tokens of policy, corrector and teacher. author: int8, see `Author`.
       trajectory: int32 index of the trajectory in the batch, -1 on padding (a trajectory may span rows).
       behavior_logprobs, ref_logprobs, sampler_logprobs: float32.
       advantages, weights: float32; weights are 1 except on corrected tokens.

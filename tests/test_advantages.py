@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rti_jax.advantages import assign_advantages, group_advantages
+from rti_jax.advantages import assign_advantages, distillation_advantages, group_advantages, ungrouped, with_gradient
 from rti_jax.types import Group, Status, Trajectory, Turn
 
 
@@ -70,3 +70,40 @@ class TestAssignAdvantages:
     def test_two_records_with_one_id(self):
         with pytest.raises(ValueError, match="'a'"):
             assign_advantages([group("a", [1, 0]), group("a", [1, 0])])
+
+
+class TestDistillationAdvantages:
+    STUDENT = np.log(np.array([[0.5, 0.2, 0.9], [0.1, 0.4, 0.3]], np.float32))
+    TEACHER = np.log(np.array([[0.25, 0.4, 0.9], [0.9, 0.1, 0.6]], np.float32))
+    MASK = np.array([[True, True, True], [False, True, True]])
+
+    def test_minus_the_log_ratio_to_the_teacher(self):
+        got = distillation_advantages(self.STUDENT, self.TEACHER, self.MASK)
+        # the other sign would push away from the teacher: 0.693, -0.693
+        np.testing.assert_allclose(got, [[-np.log(2), np.log(2), 0], [0, -np.log(4), np.log(2)]], atol=1e-6)
+
+    def test_a_teacher_that_is_the_student_gives_exactly_zero(self):
+        assert not distillation_advantages(self.STUDENT, self.STUDENT.copy(), self.MASK).any()
+
+    @pytest.mark.parametrize("poison", [np.nan, -np.inf, 1e4])
+    def test_masked_positions_are_harmless(self, poison):
+        dirty = np.where(self.MASK, self.STUDENT, poison), np.where(self.MASK, self.TEACHER, -poison)
+        clean = distillation_advantages(self.STUDENT, self.TEACHER, self.MASK)
+        np.testing.assert_array_equal(distillation_advantages(*dirty, self.MASK), clean)
+
+    def test_what_was_not_scored_is_refused(self):
+        with pytest.raises(ValueError, match="not finite"):
+            distillation_advantages(self.STUDENT, np.full_like(self.TEACHER, np.nan), self.MASK)
+        with pytest.raises(ValueError, match="shapes"):
+            distillation_advantages(self.STUDENT, self.TEACHER[:, :2], self.MASK)
+
+    def test_every_valid_member_is_trained_whatever_its_reward(self):
+        groups = [group("a", [0, 0]), group("b", [1, None]), group("c", [None, None])]
+        found = ungrouped(groups)
+        assert [g.id for g in found.groups] == ["a", "b"] and found.dropped == 1 and found.has_gradient
+        assert list(found.advantages) == ["a/0", "a/1", "b/0"] and np.isnan(list(found.advantages.values())).all()
+
+
+def test_groups_with_a_gradient():
+    groups = [group("a", [0, 0]), group("b", [1, 0]), group("c", [1, None]), group("d", [1, 1]), group("e", [1, 0])]
+    assert [g.id for g in with_gradient(groups)] == ["b", "e"]

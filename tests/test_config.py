@@ -263,3 +263,77 @@ def test_reference_is_written_from_the_schema():
 def test_values_that_cannot_be_right_are_refused(override):
     with pytest.raises(ConfigError, match=override.split("=")[0].split(".")[-1]):
         load_config("configs/quickstart.yaml", [override])
+
+
+class TestInherits:
+    def test_keys_are_set_over_the_other_files_section_by_section(self, load, tmp_path):
+        (tmp_path / "base.yaml").write_text("seed: 3\noptimizer: {lr: 1e-4, b1: 0.5}\nbatch: {buckets: [8, 16]}\n")
+        config = load("inherits: base.yaml\noptimizer: {lr: 2e-4}\nbatch: {buckets: [32]}", "optimizer.b2=0.9")
+        assert (config.seed, config.optimizer.lr, config.optimizer.b1, config.optimizer.b2) == (3, 2e-4, 0.5, 0.9)
+        assert config.batch.buckets == [32]
+
+    def test_may_be_chained_and_is_relative_to_its_file(self, load, tmp_path):
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "root.yaml").write_text("seed: 3\nsteps: 7\n")
+        (tmp_path / "sub" / "middle.yaml").write_text("inherits: ../root.yaml\nsteps: 8\n")
+        config = load("inherits: sub/middle.yaml")
+        assert (config.seed, config.steps) == (3, 8)
+
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("inherits: a.yaml", "a.yaml: inherits from itself"),
+            ("inherits: bsae.yaml", "bsae.yaml: no such config; did you mean base.yaml?"),
+            ("inherits: [base.yaml]", "a.yaml: inherits: expected the name of a config beside it, got ['base.yaml']"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, message, tmp_path, text, error):
+        (tmp_path / "base.yaml").write_text("seed: 3\n")
+        assert message(text) == error
+
+
+class TestBaselines:
+    OPD, LUFFY = ("loss.baseline=opd", "loss.teacher.path=m"), ("loss.baseline=luffy", "loss.teacher.rollouts=t.jsonl")
+
+    def test_the_method_is_off_beside_them(self, load):
+        assert load().rti.enabled
+        assert not load("", *self.OPD).rti.enabled and not load("rti: {prompts: compact}", *self.LUFFY).rti.enabled
+
+    def test_both_are_an_error(self, message):
+        line = "loss.baseline=opd and rti.enabled=true are two methods; set rti.enabled=false or loss.baseline=none"
+        assert message("", *self.OPD, "rti.enabled=true") == line
+
+    def test_luffy_is_its_released_recipe_unless_given(self, load):
+        loss = load("", *self.LUFFY).loss
+        assert (loss.variant, loss.clip_low, loss.clip_high) == ("dr_grpo", 1.0, float("inf"))
+        assert (loss.entropy_coef, loss.shaping, loss.kl_beta) == (0.001, 0.1, 0.0)
+        own = load("loss: {clip_high: 0.3, entropy_coef: 0}", *self.LUFFY, "loss.variant=grpo").loss
+        assert (own.variant, own.clip_low, own.clip_high, own.entropy_coef) == ("grpo", 1.0, 0.3, 0.0)
+
+    def test_dapo_has_its_own_upper_clip_unless_given(self, load):
+        assert load("", "loss.variant=dapo").loss.clip_high == 0.28 and load().loss.clip_high == 0.2
+        assert load("", "loss.variant=dapo", "loss.clip_high=0.2").loss.clip_high == 0.2
+
+    def test_resolved_configs_read_back_equal(self, load, tmp_path):
+        for given in (self.OPD, self.LUFFY, ("loss.variant=dapo", "rollout.max_rounds=3")):
+            config = load("", *given)
+            assert load(resolved_yaml(config)) == config
+
+    @pytest.mark.parametrize(
+        ("overrides", "error"),
+        [
+            (["loss.baseline=opd"], "baseline=opd needs one of loss.teacher.path or loss.teacher.urls, got none"),
+            (["loss.baseline=luffy", "loss.teacher.path=m", "loss.teacher.urls=[u]"], "needs one of .* got path, urls"),
+            ([*OPD[:1], "loss.teacher.rollouts=t"], "baseline=opd needs one of .* got rollouts"),
+            (["loss.teacher.path=m"], "teacher.path is given, but loss.baseline=none has no teacher"),
+            ([*OPD, "loss.variant=gspo"], "variant=gspo has one ratio per sequence; opd needs one per token"),
+            (["loss.teacher=m"], "loss.teacher: expected a section of keys, got 'm'"),
+            (["rollout.max_rounds=2"], "rollout.max_rounds=2 replaces groups .* set loss.variant=dapo"),
+            (["loss.baseline=odp"], "did you mean opd?"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, message, overrides, error):
+        import re
+
+        said = message("", *overrides)
+        assert re.search(error.replace("?", r"\?"), said) and "\n" not in said, said

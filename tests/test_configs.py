@@ -9,7 +9,7 @@ from rti_jax.config import Config, ConfigError, load_config
 from rti_jax.sft import SFTConfig
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-SUPERVISED = {"warmstart.yaml"}  # configs of `rti sft`
+SUPERVISED = {"warmstart.yaml", "teacher.yaml", "quickstart_sft.yaml"}  # configs of `rti sft`
 ALL = sorted(p for p in CONFIGS.rglob("*.yaml") if not p.name.startswith("_"))  # others are parts of configs
 
 
@@ -29,7 +29,7 @@ def test_configs_are_explained(path):
     assert path.read_text().startswith("# "), "says in its first line what it is"
 
 
-@pytest.mark.parametrize("name", ["navigation_qwen3_8b", "navigation_qwen3_8b_grpo"])
+@pytest.mark.parametrize("name", [f"navigation_{m}{s}" for m in ("qwen3_8b", "qwen3_5_9b") for s in ("", "_grpo")])
 def test_full_size_navigation_is_the_papers(name):
     config = load(CONFIGS / f"{name}.yaml")
     env = environments.env_config(config.env)
@@ -94,3 +94,31 @@ def test_hyperparameters_have_their_source(name):
         text = line.rstrip(":") if line[:1].isalpha() else text
         if text in sections and line.startswith("  ") and "enabled: true" not in line:
             assert "# paper" in line or "# ours" in line, line
+
+
+BACKBONES = ("qwen3_8b", "qwen3_5_9b")
+BENCHMARKS = ("navigation", "tau2_airline", "tau2_retail", "tau2_telecom", "claw_eval_hard20")
+METHODS = {"": "rti", "_grpo": "none", "_opd": "opd", "_luffy": "luffy"}
+HERE = [b for b in BENCHMARKS if b != "claw_eval_hard20" or any(CONFIGS.glob("claw_eval_hard20_*"))]
+
+
+@pytest.mark.parametrize("bench", HERE)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_every_method_of_the_papers_tables_has_its_config(bench, backbone):
+    for suffix, method in METHODS.items():
+        config = load(CONFIGS / f"{bench}_{backbone}{suffix}.yaml")
+        assert (config.rti.enabled, config.loss.baseline) == (method == "rti", "none" if method == "rti" else method)
+        assert config.env.name == bench.partition("_")[0].replace("claw", "claw_eval")
+        assert config.model.path == {"qwen3_8b": "models/Qwen3-8B", "qwen3_5_9b": "models/Qwen3.5-9B"}[backbone]
+
+
+@pytest.mark.parametrize("name", [f"{bench}_{backbone}" for bench in HERE for backbone in BACKBONES])
+def test_the_baselines_with_a_teacher_differ_from_grpo_in_the_loss_alone(name):
+    grpo, opd, luffy = (load(CONFIGS / f"{name}_{m}.yaml") for m in ("grpo", "opd", "luffy"))
+    for other in (opd, luffy):
+        different = {k for k in type(grpo).model_fields if getattr(grpo, k) != getattr(other, k)}
+        assert different == {"name", "loss"}
+    assert opd.loss.teacher.path and opd.loss.variant == "grpo" and opd.loss.aggregation == "token_mean"
+    recipe = luffy.loss
+    assert recipe.variant == "dr_grpo" and (recipe.clip_low, recipe.clip_high) == (1.0, float("inf"))
+    assert (recipe.shaping, recipe.entropy_coef, recipe.kl_beta) == (0.1, 0.001, 0.0) and recipe.teacher.rollouts

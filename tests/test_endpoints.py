@@ -30,6 +30,7 @@ class FakeServer:
 
     def __init__(self):
         self.version, self.calls, self.overrides, self.delay = "default", [], {}, 0.0
+        self.answers = {}  # route -> function of the request's body
         handler = type("Handler", (_Handler,), {"fake": self})
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -40,6 +41,8 @@ class FakeServer:
         route = path.partition("?")[0]
         if route in self.overrides:
             return self.overrides[route]
+        if route in self.answers:
+            return self.answers[route](body)
         if route == "/v1/completions":
             version = 0 if self.version == "default" else int(self.version)
             time.sleep(self.delay)

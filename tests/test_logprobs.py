@@ -88,6 +88,21 @@ class TestGradient:
         grads = jax.grad(lambda h, w: token_logprobs(h, w, tokens, SEGMENTS, entropy=True)[1].sum(), (0, 1))
         assert all((g == 0).all() for g in grads(hidden, head))
 
+    @pytest.mark.parametrize("chunk", [None, 4])
+    def test_entropy_has_one_where_it_is_asked_for(self, chunk):
+        hidden, head, tokens, d = draw()
+
+        def ours(hidden, head):
+            both = token_logprobs(hidden, head, tokens, SEGMENTS, 0.7, entropy=True, entropy_gradient=True, chunk=chunk)
+            return (both[0] * d - 2 * both[1] * d[::-1]).sum()
+
+        def reference(hidden, head):
+            values, entropies = naive(hidden, head, tokens, SEGMENTS, 0.7)
+            return (values * d - 2 * entropies * d[::-1]).sum()
+
+        for a, b in zip(*(jax.grad(f, (0, 1))(hidden, head) for f in (ours, reference)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
     def test_head_gradient_is_float32_for_bfloat16_states(self):
         hidden, head, tokens, _ = draw()
         grad = jax.grad(lambda w: token_logprobs(hidden.astype(jnp.bfloat16), w, tokens, SEGMENTS)[0].sum())(head)

@@ -8,7 +8,7 @@ import pytest
 from rti_jax import losses
 from rti_jax.types import Author, TrainBatch
 
-P, C, E = Author.POLICY, Author.CORRECTOR, Author.ENVIRONMENT
+P, C, E, L = Author.POLICY, Author.CORRECTOR, Author.ENVIRONMENT, Author.TEACHER
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 
@@ -29,7 +29,7 @@ def batch_of(author, *, behavior, advantages, weights=1.0, scale=1.0, sampler=No
         tokens=zeros,
         positions=zeros,
         segment_ids=jnp.asarray(np.broadcast_to(segments, shape)),
-        loss_mask=jnp.asarray(np.isin(author, (P, C))),
+        loss_mask=jnp.asarray(np.isin(author, (P, C, L))),
         author=jnp.asarray(author),
         trajectory=zeros,
         behavior_logprobs=full(behavior),
@@ -226,6 +226,88 @@ class TestSequenceRatio:
         gradient = jax.grad(lambda x: loss(x, batch, sequence_ratio=True, clip_high=0.04, clip_low=0.5).loss_sum)
         row = np.asarray(gradient(self.LOG_RATIOS))[0]
         assert not row[:4].any() and row[5] != 0
+
+
+class TestShapedSurrogate:
+    """LUFFY's off-policy term f(p) A, f(p) = p / (p + gamma)."""
+
+    LOGPROBS = jnp.log(jnp.array([[0.1, 0.9, 0.01, 0.5]]))
+    ADVANTAGES = jnp.array([[1.0, -2.0, 3.0, 7.0]])
+    MASK = jnp.array([[True, True, True, False]])
+
+    def test_by_hand(self):
+        got = losses.shaped_surrogate(self.LOGPROBS, self.ADVANTAGES, self.MASK, 0.1)
+        # without shaping p A: 0.1, -1.8, 0.03; with p / (1 + gamma): 0.0909, -1.636, 0.0273
+        np.testing.assert_allclose(got, [[0.5, -1.8, 3 / 11, 0.0]], rtol=1e-6)
+
+    def test_gradient_is_largest_at_gamma(self):
+        gradient = jax.grad(lambda x: losses.shaped_surrogate(x, self.ADVANTAGES, self.MASK, 0.1).sum())(self.LOGPROBS)
+        # A gamma p / (p + gamma)^2: 0.25, -2 * 0.09 / 1, 3 * 0.001 / 0.0121; p A alone gives 0.1, -1.8, 0.03
+        np.testing.assert_allclose(gradient, [[0.25, -0.18, 3 * 0.001 / 0.0121, 0.0]], rtol=1e-5)
+        slope = jax.vmap(
+            jax.grad(lambda x: losses.shaped_surrogate(x, jnp.ones((1, 1)), jnp.ones((1, 1), bool), 0.1)[0, 0])
+        )
+        values = slope(jnp.log(jnp.array([0.05, 0.1, 0.2])).reshape(3, 1, 1)).ravel()
+        assert values[1] > values[0] and values[1] > values[2]
+
+    def test_nothing_else_has_a_gradient_and_the_masked_is_harmless(self):
+        gradient = jax.grad(lambda a: losses.shaped_surrogate(self.LOGPROBS, a, self.MASK, 0.1).sum())(self.ADVANTAGES)
+        assert not gradient.any()
+        for poison in (jnp.nan, 1e4):
+            dirty = jnp.where(self.MASK, self.LOGPROBS, poison)
+            gradient = jax.grad(lambda x: losses.shaped_surrogate(x, self.ADVANTAGES, self.MASK, 0.1).sum())(dirty)
+            assert np.isfinite(gradient).all() and gradient[0, 3] == 0
+
+
+class TestLuffy:
+    """A mixed group: the teacher's tokens by their shaped term, the policy's by its ratio without a clip."""
+
+    ADVANTAGES = [[0.875] * 4, [-0.125] * 4]
+    SCALE = [[1.0] * 4, [1.0] * 4]
+
+    def batch(self):
+        author = [[E, L, L, 0], [E, P, P, P]]
+        behavior = np.log(np.array([[np.nan] * 4, [np.nan, 0.5, 0.4, 0.2]], np.float32))
+        return batch_of(author, behavior=behavior, advantages=self.ADVANTAGES, scale=self.SCALE)
+
+    LOGPROBS = jnp.log(jnp.array([[1.0, 0.1, 0.3, 1.0], [1.0, 0.5, 0.8, 0.1]]))
+    OPTIONS = {"clip_low": 1.0, "clip_high": np.inf}
+
+    def loss(self, logprobs, batch, **options):
+        return loss(logprobs, batch, teacher=batch.author == L, **{**self.OPTIONS, **options})
+
+    def test_by_hand(self):
+        value = self.loss(self.LOGPROBS, self.batch()).loss_sum
+        # teacher 0.875 (0.5 + 0.75), policy -0.125 (1 + 2 + 0.5): the ratio 2 is not clipped
+        np.testing.assert_allclose(value, -(0.875 * 1.25 - 0.125 * 3.5), rtol=1e-6)
+        clipped = self.loss(self.LOGPROBS, self.batch(), clip_low=0.2, clip_high=0.2).loss_sum
+        np.testing.assert_allclose(clipped, -(0.875 * 1.25 - 0.125 * (1 + 2 + 0.8)), rtol=1e-6)
+
+    def test_gradient(self):
+        gradient = jax.grad(lambda x: self.loss(x, self.batch()).loss_sum)(self.LOGPROBS)
+        slopes = 0.875 * 0.1 * np.array([0.1 / 0.04, 0.3 / 0.16])
+        expected = [[0, *-slopes, 0], [0, 0.125, 0.25, 0.0625]]
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-8)
+
+    def test_the_teacher_needs_no_behavior_and_has_no_ratio(self):
+        sums = self.loss(self.LOGPROBS, self.batch()).sums
+        assert sums["teacher/tokens"] == 2 and sums["policy/tokens"] == 3 and sums["corrector/tokens"] == 0
+        np.testing.assert_allclose(sums["teacher/probability"], 0.4, rtol=1e-6)
+        np.testing.assert_allclose(sums["policy/ratio"], 3.5, rtol=1e-6)
+        assert np.isfinite(sums["mismatch/abs"])
+        forgotten = loss(self.LOGPROBS, self.batch(), **self.OPTIONS).loss_sum
+        assert np.isnan(forgotten)  # taken for the policy's, it would be loud
+
+    def test_entropy_bonus(self):
+        entropy = jnp.array([[jnp.nan, 0.5, 1.0, jnp.nan], [jnp.nan, 0.25, 0.5, 2.0]])
+        plain = self.loss(self.LOGPROBS, self.batch()).loss_sum
+        bonus = self.loss(self.LOGPROBS, self.batch(), entropy=entropy, entropy_coef=0.1)
+        np.testing.assert_allclose(bonus.loss_sum, plain - 0.1 * 4.25, rtol=1e-6)
+        np.testing.assert_allclose(total(bonus.sums["loss/entropy"]), 4.25, rtol=1e-6)
+        gradient = jax.grad(lambda h: self.loss(self.LOGPROBS, self.batch(), entropy=h, entropy_coef=0.1).loss_sum)(
+            entropy
+        )
+        np.testing.assert_allclose(gradient, np.where(np.isnan(entropy), 0.0, -0.1), rtol=1e-6)
 
 
 class TestMismatch:

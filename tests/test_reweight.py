@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rti_jax.reweight import copied_tokens, reasoning_shift_weights, weight_means
+from rti_jax.reweight import copied_tokens, reasoning_shift_weights, weight_statistics
 from rti_jax.types import Correction, Turn
 
 
@@ -40,9 +40,11 @@ def test_copied_tokens():
     assert not copied_tokens([1], [2, 3]).any()
 
 
-def test_mean_weights_of_copied_and_edited_tokens():
+def test_weights_of_copied_and_edited_tokens():
     scores = {"rollout_logprobs": tuple(np.log([0.5, 0.5, 0.5])), "corrector_logprobs": tuple(np.log([0.6, 0.55, 0.4]))}
     turn = Turn("t/0", (7,), (1, 8, 3), (-1.0,) * 3, "stop", 0, Correction((1, 2, 3), **scores))
-    means = weight_means([turn], 0.2)
-    assert means == pytest.approx({"reweight/mean_copied": 1.0, "reweight/mean_edited": 1.1})
-    assert weight_means([], 0.2) == {}
+    found = weight_statistics([turn], 0.2)
+    copied, edited = {"min": 0.8, "mean": 1.0, "max": 1.2}, dict.fromkeys(("min", "mean", "max"), 1.1)
+    expected = {f"reweight/{k}_copied": v for k, v in copied.items()}
+    assert found == pytest.approx(expected | {f"reweight/{k}_edited": v for k, v in edited.items()})
+    assert weight_statistics([], 0.2) == {}
