@@ -22,7 +22,7 @@ from rti_jax.metrics import read_metrics
 from rti_jax.study import Job
 
 WORKER = (sys.executable, "-m", "rti_jax.study_worker")
-EVALUATION_UNITS = 5  # evaluations and export of a run, in steps' worth of time
+EVALUATION_UNITS = 10  # evaluations and export of a run, in steps' worth of time
 POLL_SECONDS = 1.0
 REPORT_SECONDS = 60.0  # between lines about what is running
 END_SECONDS = 90.0  # for workers to save their last whole step
@@ -47,7 +47,7 @@ class Crew:
     """Plays jobs in `workers` processes.
 
     Args:
-      pinned: each worker on a core of its own.
+      pinned: each worker on a core of its own; a single one has them all.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Crew:
         Args:
           on_end: called whenever a job has ended, e.g. to write the tables so far.
         """
-        cores = sorted(os.sched_getaffinity(0)) if self._pinned else []
+        cores = sorted(os.sched_getaffinity(0)) if self._pinned and self._workers > 1 else []
         arguments = [[str(cores[i % len(cores)])] if cores else [] for i in range(self._workers)]
         threads = [threading.Thread(target=self._work, args=(a,), daemon=True) for a in arguments]
         errors: dict[str, str] = {}
