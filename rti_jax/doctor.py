@@ -36,7 +36,7 @@ CHECKS = (
     Check("tasks", doctor_setup.tasks),
     Check("context", doctor_rehearsal.context, ("tokenizer", "tasks")),
     Check("evidence canary", doctor_rehearsal.canary, ("tokenizer", "tasks")),
-    Check("teacher vocabulary", doctor_chat.teacher),
+    Check("teacher vocabulary", doctor_chat.teacher, ("tokenizer",)),
     Check("run folder", doctor_setup.run_folder),
     Check("disk", doctor_setup.disk, ("model",)),
     Check("devices", doctor_setup.devices),

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.base import AssistantTurn, Message, ToolCall
-from rti_jax import batching
+from rti_jax import batching, frozen, luffy
 from rti_jax.chat import Chat
 from rti_jax.doctor_records import Finding, Subject, failure, not_applicable, ok, warning
+from rti_jax.endpoints import FrozenServers
 from rti_jax.types import Group, Status, Trajectory, Turn
 from rti_jax.vllm_settings import text_config
 
@@ -209,5 +210,18 @@ async def tool_calls(subject: Subject) -> Finding:
 
 
 async def teacher(subject: Subject) -> Finding:
-    """A teacher's vocabulary must be the policy's; no loss has a teacher yet."""
-    return not_applicable("the config names no teacher")
+    """The vocabulary of a teacher, and of frozen models in the roles, must be the policy's."""
+    config = subject.config
+    folders, servers = config.frozen_folders, config.loss.teacher.urls
+    if config.loss.baseline == "opd" and config.loss.teacher.path:
+        folders = {**folders, "loss.teacher.path": config.loss.teacher.path}
+    if config.loss.teacher.rollouts:
+        episodes = luffy.read_episodes(config.loss.teacher.rollouts)
+        return ok(f"stored rollouts of {len(episodes)} tasks, encoded with the policy's tokenizer")
+    if not folders and not servers:
+        return not_applicable("the config names no teacher and no frozen model")
+    for key, folder in folders.items():
+        frozen.check_vocabulary(subject.chat, folder, key)
+    if servers:
+        await FrozenServers(servers, subject.chat.tokenizer, concurrency=1).close()
+    return ok(f"the policy's: {', '.join([*folders, *servers])}")

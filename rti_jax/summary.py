@@ -118,7 +118,7 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     console.print(f"[bold]{run.folder}[/bold]: {config.steps} steps are done. Percent, with 95% intervals over tasks:")
     if results:
         console.print(score_table(results))
-    console.print(_ledger(run.folder / "metrics.jsonl", config.rti.enabled))
+    console.print(_ledger(run.folder / "metrics.jsonl", config))
     following = (
         f"rti train {run.config} name={config.name}_grpo rti.enabled=false    (the same budget without intervention)"
         if config.rti.enabled
@@ -133,13 +133,18 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     return console.export_text()
 
 
-def _ledger(metrics: pathlib.Path, intervened: bool) -> str:
-    """One line on what the groups did, one on what the intervention did."""
+def _ledger(metrics: pathlib.Path, config: config_lib.Config) -> str:
+    """One line on what the groups did, one on what the intervention or a teacher did."""
     totals: collections.Counter[str] = collections.Counter()
     for line in read_metrics(metrics):
         totals.update({k: v for k, v in line.items() if isinstance(v, int | float)})
     text = f"{totals['rollout/groups_all_failed']:.0f} of {totals['rollout/groups']:.0f} groups failed entirely."
-    if not intervened:
+    if config.loss.baseline == "luffy":
+        failed, taught = totals["teacher/groups_triggered"], totals["teacher/replaced"]
+        return f"{text} The teacher's rollouts replaced a member in {taught:.0f} of these {failed:.0f}."
+    if config.loss.baseline == "opd":
+        return f"{text} Every token was trained towards the teacher; rewards played no part."
+    if not config.rti.enabled:
         return text + " No intervention (rti.enabled=false)."
     return (
         f"{text} Interventions: {totals['rti/attempts']:.0f} episodes tried, {totals['rti/turns_flagged']:.0f} turns "

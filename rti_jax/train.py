@@ -202,10 +202,8 @@ class Learner:
         """Advantages of every token from student and teacher, before any parameter changes, and their means."""
         flat = [b for part in batches for b in part]
         taught = [self._teacher(b) for b in flat]
-        done = [
-            batching.with_distillation(b, self._logprobs(self.state.params, b), t)
-            for b, t in zip(flat, taught, strict=True)
-        ]
+        own = [b.behavior_logprobs if self._recompute else self._logprobs(self.state.params, b) for b in flat]
+        done = [batching.with_distillation(*each) for each in zip(flat, own, taught, strict=True)]
         rest = iter(done)
         return [[next(rest) for _ in part] for part in batches], distillation.statistics(done, taught)
 

@@ -210,7 +210,7 @@ class Writer:
 
     def _episode(self, episode: Trajectory) -> dict[str, Any]:
         return {
-            "name": f"member {episode.member}" if episode.member >= 0 else f"intervened, attempt {-episode.member}",
+            "name": _name(episode),
             "id": episode.id,
             "intervened": episode.member < 0,
             "status": str(episode.status),
@@ -347,3 +347,10 @@ def _plain(value: Any) -> str:
 
 def _number(value: float | None) -> str:
     return "?" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def _name(episode: Trajectory) -> str:
+    """What an episode is in its group."""
+    if episode.member >= 0:
+        return f"member {episode.member}"
+    return "teacher's rollout" if any(t.teacher for t in episode.turns) else f"intervened, attempt {-episode.member}"

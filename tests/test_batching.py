@@ -1,5 +1,6 @@
 """Rows, packing and denominators: every token once, at its place, with its author, whatever the packing."""
 
+import dataclasses
 import json
 import math
 
@@ -149,6 +150,7 @@ class TestBuild:
     def test_corrected_tokens_are_counted(self, corrected):
         metrics = batching.build([corrected], config()).metrics
         assert metrics["corrector/token_share"] == pytest.approx(2 / 6)
+        assert metrics["corrector/trajectory_share"] == 1 / 2 and "teacher/token_share" not in metrics
         assert metrics["reweight/mean_copied"] == pytest.approx(1.2)
         assert metrics["reweight/mean_edited"] == pytest.approx(1.1)
 
@@ -230,6 +232,21 @@ class TestFilling:
         (batch,) = batching.build([corrected], config()).microbatches
         with pytest.raises(ValueError, match="shape"):
             batching.with_behavior(batch, np.zeros((1, 1)))
+
+    def test_a_teachers_turn_is_trained_without_behaviour_and_sampler(self):
+        group = simple("g", [1, 0], [2, 3])
+        taught = [dataclasses.replace(t, teacher=True) for t in group.trajectories[0].turns]
+        first = dataclasses.replace(group.trajectories[0], turns=tuple(taught))
+        packed = batching.build([dataclasses.replace(group, trajectories=(first, group.trajectories[1]))], config())
+        (batch,) = packed.microbatches
+        teacher = batch.author == Author.TEACHER
+        assert teacher.sum() == 2 and batch.loss_mask[teacher].all() and (batch.advantages[teacher] == 1).all()
+        filled = batching.with_behavior(batch, np.full(batch.tokens.shape, -3.0))
+        assert np.isnan(filled.behavior_logprobs[teacher]).all() and np.isnan(batch.sampler_logprobs[teacher]).all()
+        assert packed.metrics["teacher/token_share"] == pytest.approx(2 / 5)
+        assert (packed.metrics["corrector/token_share"], packed.metrics["teacher/trajectory_share"]) == (0, 0.5)
+        with pytest.raises(ValueError, match="a teacher's token has"):
+            batching.check_authors(batch._replace(sampler_logprobs=np.where(teacher, -1.0, batch.sampler_logprobs)))
 
     def test_checks_see_what_is_wrong(self, corrected):
         (batch,) = batching.build([corrected], config()).microbatches

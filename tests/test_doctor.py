@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from test_endpoints import FakeServer
+from tiny_models import byte_tokenizer
 from typer.testing import CliRunner
 
 from envs.base import ModelEndpoint, StepResult
@@ -236,6 +237,23 @@ class TestTokens:
     def test_a_broken_call_that_passes_is_found(self, monkeypatch):
         monkeypatch.setattr(chat_lib.ParsedTurn, "malformed", None)
         found(look(quickstart(), "tool calls"), Status.FAILURE, "a broken tool call is not reported")
+
+
+class TestTeacher:
+    def test_its_vocabulary_is_compared(self, tmp_path):
+        own = ("loss.baseline=opd", f"loss.teacher.path={SHIPPED}")
+        found(look(quickstart(*own), "teacher vocabulary"), Status.OK, "the policy's: loss.teacher.path")
+        byte_tokenizer().save_pretrained(tmp_path)
+        shutil.copy(SHIPPED / "config.json", tmp_path)
+        role = quickstart(f"rti.roles.corrector.model={tmp_path}")
+        words = ("rti.roles.corrector.model=", "another vocabulary than the policy")
+        found(look(role, "teacher vocabulary"), Status.FAILURE, *words)
+
+    def test_stored_rollouts_are_read(self, tmp_path):
+        path = tmp_path / "teacher.jsonl"
+        path.write_text('{"task_id": "a", "messages": [{"role": "assistant", "content": "x"}]}\n')
+        luffy = ("loss.baseline=luffy", f"loss.teacher.rollouts={path}")
+        found(look(quickstart(*luffy), "teacher vocabulary"), Status.OK, "stored rollouts of 1 tasks")
 
 
 class TestKeys:

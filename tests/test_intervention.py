@@ -539,3 +539,35 @@ def test_truth_is_counted_where_the_environment_can_tell():
     assert found["rti/corrector_success"] == 0.5
     assert found["rti/proposals_revealing"] == found["rti/accepted_revealing"] == found["rti/admitted_revealing"] == 1
     assert found["rti/policy_tokens"] == 2 * len(run.chat.encode_text(WRONG))
+
+
+def test_lengths_and_perplexities_by_the_gates_decision():
+    run = Run()
+    group = run()
+    tokens = len(run.chat.encode_text(LOOK)) + len(run.chat.encode_text(RIGHT))
+    found = statistics([group])
+    assert (found["rti/turns_per_attempt"], found["rti/tokens_per_attempt"]) == (2, tokens)
+    assert (found["rti/turns_per_admitted"], found["rti/corrected_turns_per_admitted"]) == (2, 2)
+    assert found["rti/perplexity_before_gate_max"] == pytest.approx(math.exp(0.3))
+    assert math.isnan(found["rti/perplexity_rejected"])
+    strict = Run(gate={"delta": 1.2})
+    found = statistics([strict()])
+    assert found["rti/perplexity_rejected"] == pytest.approx(math.exp(0.3)) and found["rti/gate_rejected"] == 1
+    assert math.isnan(found["rti/perplexity_admitted"]) and math.isnan(found["rti/turns_per_admitted"])
+
+
+def test_the_validator_against_the_outcome_of_episodes_without_a_correction():
+    def attempts(script):
+        return Run({"verifier": lambda text: "no", **script})().attempts
+
+    flagged_lost = attempts({})
+    unflagged_lost = attempts({"validator": lambda text: VALID})
+    group = Run()()
+    all_of = dataclasses.replace(group, attempts=(*flagged_lost, *unflagged_lost, *group.attempts))
+    found = statistics([all_of])
+    # one failure was flagged, one was not; the corrected episode says nothing
+    assert (found["rti/validator_precision_outcome"], found["rti/validator_recall_outcome"]) == (1.0, 0.5)
+    won = dataclasses.replace(flagged_lost[0].trajectory, status=Status.SUCCESS, reward=1.0)
+    wrong_flag = dataclasses.replace(flagged_lost[0], trajectory=won)
+    found = statistics([dataclasses.replace(group, attempts=(*flagged_lost, wrong_flag))])
+    assert (found["rti/validator_precision_outcome"], found["rti/validator_recall_outcome"]) == (0.5, 1.0)

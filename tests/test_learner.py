@@ -1,5 +1,6 @@
 """The update: what it learns, that its shapes are stable, and that devices, packing and micro-batches do not matter."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -177,6 +178,27 @@ class TestMetrics:
         parts = metrics["policy/grad_norm"], metrics["corrector/grad_norm"]
         assert min(parts) > 0 and max(parts) - min(parts) <= metrics["optimizer/grad_norm"] <= sum(parts)
         assert metrics["policy/entropy"] > 0 and metrics["optimizer/lr"] == pytest.approx(1e-2)
+
+    def test_a_teachers_part_of_the_gradient(self):
+        loss = {"baseline": "luffy", "teacher": {"path": "unused"}}
+        groups = make_groups(corrected=False, count=1)
+        members = [
+            dataclasses.replace(t, turns=tuple(dataclasses.replace(x, teacher=t.success) for x in t.turns))
+            for t in groups[0].trajectories
+        ]
+        groups = [dataclasses.replace(groups[0], trajectories=tuple(members))]
+        config = make_config(loss=loss)
+        _, (metrics,), _ = run(config, mesh(1), groups, 1, norms_by_source=True)
+        taught = sum(len(x.response_ids) for t in members if t.success for x in t.turns)
+        assert metrics["teacher/tokens"] == taught and 0 < metrics["teacher/probability"] < 0.5
+        parts = metrics["policy/grad_norm"], metrics["teacher/grad_norm"]
+        assert min(parts) > 0 and max(parts) - min(parts) <= metrics["optimizer/grad_norm"] <= sum(parts)
+        assert metrics["loss/entropy"] > 0 and metrics["policy/clip_fraction"] == 0
+        plain = make_config(loss={**loss, "entropy_coef": 0.0})
+        _, (without,), _ = run(plain, mesh(1), groups, 1)
+        bonus = without["loss/total"] - metrics["loss/total"]
+        assert bonus == pytest.approx(0.001 * metrics["loss/entropy"], rel=1e-3)
+        assert metrics["optimizer/grad_norm"] != without["optimizer/grad_norm"]  # the bonus has a gradient
 
     def test_what_has_no_tokens_is_absent(self):
         _, (metrics,), update = run(make_config(), mesh(1), make_groups(corrected=False), 1, norms_by_source=True)

@@ -6,9 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from test_train import CONFIG, rti
 
-from rti_jax import batching, luffy, runs
-from rti_jax.config import ConfigError
+from envs.navigation import Navigation
+from rti_jax import batching, luffy, metric_names, runs
+from rti_jax.config import ConfigError, load_config
+from rti_jax.environments import env_config
 from rti_jax.rollout import Player
 from rti_jax.types import Author, Status
 from tests.fakes import FakeEngine, call, lookup_source, lookup_task, small_config, tiny_chat
@@ -154,3 +157,41 @@ class TestStored:
         small = setup.config.model_copy(update={"sampling": sampling})
         teacher = luffy.Stored(str(tmp_path / "teacher.jsonl"), setup.chat, lookup_source(), [setup.task], small)
         assert setup.guided(teacher)[1]["teacher/missing"] == 1
+
+
+@pytest.mark.slow
+def test_the_main_job_with_stored_rollouts_of_an_expert(tmp_path):
+    """One step through the command line, with vLLM: failed groups hold the expert's episodes, and are learned from."""
+    config = load_config(CONFIG)
+    env = env_config(config.env)
+    tasks = Navigation.tasks(env, "train")
+
+    async def lines():
+        for task in tasks:
+            environment = Navigation(env, config.env.max_turns)
+            messages, done = list((await environment.reset(task)).messages), False
+            while not done:
+                turn = environment.expert()
+                result = await environment.step(turn)
+                messages += [turn.as_message(), *result.messages]
+                done = result.done
+            yield json.dumps({"task_id": task.id, "messages": messages}) + "\n"
+
+    async def write():
+        (tmp_path / "expert.jsonl").write_text("".join([line async for line in lines()]))
+
+    asyncio.run(write())
+    small = ["steps=1", "rollout.groups_per_step=4", "rollout.group_size=4", "eval.limit=1", "eval.trials=1"]
+    luffy_keys = ["loss.baseline=luffy", f"loss.teacher.rollouts={tmp_path / 'expert.jsonl'}"]
+    done = rti("train", CONFIG, f"runs_dir={tmp_path}", "name=luffy", *small, *luffy_keys)
+    assert done.returncode == 0, done.stderr
+    (line,) = [json.loads(x) for x in (tmp_path / "luffy" / "metrics.jsonl").read_text().splitlines()]
+    assert line["teacher/replaced"] == line["teacher/groups_triggered"] > 0 and line["teacher/missing"] == 0
+    assert line["teacher/tokens"] > 0 and line["teacher/grad_norm"] > 0 and line["optimizer/updates"] == 1
+    assert line["mismatch/max"] < 1e-4 and line["policy/clip_fraction"] == 0 and "loss/entropy" in line
+    assert metric_names.undocumented(line) == [] and "rti/attempts" not in line
+    written = [
+        json.loads(x) for x in (tmp_path / "luffy" / "trajectories" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    taught = [x for x in written if any(t["teacher"] for t in x["turns"])]
+    assert len(taught) == line["teacher/replaced"] and all(x["advantage"] == 0.75 for x in taught)

@@ -135,6 +135,20 @@ class TestMemory:
         after_parts = plan.estimate(model, after, chips.CHIPS["h20"]).parts
         assert after_parts[part] / before_parts[part] == pytest.approx(factor, rel=0.01)
 
+    def test_other_models_take_their_room(self):
+        model, config = full_size("qwen3-8b", overrides=["rti.enabled=false"])
+        opd = ["rti.enabled=false", "loss.baseline=opd", "loss.teacher.path=models/Qwen3-8B"]
+        _, distilled = full_size("qwen3-8b", overrides=opd)
+        before, after = (plan.estimate(model, c, chips.CHIPS["h20"]).parts for c in (config, distilled))
+        assert before["teacher"] == before["frozen_engines"] == 0 and after["teacher"] == after["parameters"]
+        shapeless = full_size("qwen3-8b", overrides=[*opd[:2], "loss.teacher.path=models/other"])[1]
+        said = plan.plan(model, shapeless, chips.CHIPS["h20"], 0.4, 1000)
+        assert any("loss.teacher.path=models/other: no config.json" in note for note in said["notes"])
+        roles = ["rti.roles.corrector.model=a", "rti.roles.verifier.model=a", "rti.roles.validator.model=b"]
+        _, strong = full_size("qwen3-8b", overrides=roles)
+        chip = chips.CHIPS["h20"]
+        assert plan.estimate(model, strong, chip).parts["frozen_engines"] == pytest.approx(2 * 0.2 * chip.memory)
+
     def test_formula_is_within_a_twentieth_of_what_tpus_compiler_said(self):
         """Recorded with libtpu 0.0.42 (docs/plan.md): the test below compiles again where libtpu is installed."""
         for (name, length), peak in COMPILED.items():

@@ -127,11 +127,20 @@ def test_minibatches_add_counts_keep_maxima_and_average_the_rest():
     parts = [{"groups/flat": 1.0, "mismatch/max": 0.1, "loss/total": 1.0, "policy/tokens": 3.0}, {"groups/flat": 2.0}]
     parts[1] |= {"mismatch/max": 0.3, "loss/total": 2.0, "policy/tokens": 4.0}
     assert _combined(parts) == {"groups/flat": 3.0, "mismatch/max": 0.3, "loss/total": 1.5, "policy/tokens": 7.0}
+    weights = [{"reweight/min_edited": 0.9, "reweight/max_edited": 1.1}, {"reweight/min_edited": 0.8}]
+    assert _combined(weights) == {"reweight/min_edited": 0.8, "reweight/max_edited": 1.1}
 
 
 @pytest.mark.parametrize(
     "override",
-    ["sampling.max_context=4096", "env.split=trian", "rollout.mix={esy: 1}", "rti.prompts=compat", "eval.split=train"],
+    [
+        "sampling.max_context=4096",
+        "env.split=trian",
+        "rollout.mix={esy: 1}",
+        "rti.prompts=compat",
+        "eval.split=train",
+        "loss={baseline: luffy, teacher: {rollouts: nowhere.jsonl}}",
+    ],
 )
 def test_what_would_stop_a_run_is_found_before_vllm_starts(override):
     from rti_jax import config as config_lib

@@ -60,6 +60,13 @@ def test_the_agent_hardly_ever_names_a_region(world):
     assert sum(c.count('"region"') for c in calls) <= 0.1 * sum(c.count('"keyword"') for c in calls)
 
 
+def test_a_teacher_is_shown_hard_tasks_as_the_expert_plays_them(world):
+    calls = [world[2].decode(r.ids[r.weights == 1.0]) for r in rows_of(world, "agent", 40, hard_share=1.0)]
+    assert all(c.count('"region"') >= 1 for c in calls)
+    some = [world[2].decode(r.ids[r.weights == 1.0]) for r in rows_of(world, "agent", 60, hard_share=0.5)]
+    assert 10 < sum('"region"' in c for c in some) < 50
+
+
 def test_earlier_assistant_turns_of_role_rows_are_not_trained(world):
     env, _, chat = world
     for row in rows_of(world, "validator", 12):
