@@ -14,7 +14,7 @@ ALL = sorted(p for p in CONFIGS.rglob("*.yaml") if not p.name.startswith("_"))  
 
 
 def load(path):
-    schema = SFTConfig if path.name in SUPERVISED else Config
+    schema = SFTConfig if path.parent == CONFIGS and path.name in SUPERVISED else Config
     return load_config(path, schema=schema, check_env=environments.env_config)
 
 

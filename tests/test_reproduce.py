@@ -48,7 +48,8 @@ class TestTheMiniature:
     def test_arms_differ_from_rti_in_their_own_keys_alone(self):
         own = {
             "grpo": {"rti.enabled"},
-            "start": {"rti.enabled", "steps"},
+            "start": {"rti.enabled", "steps", "eval.roles"},
+            "teacher": {"rti.enabled", "steps", "eval.roles", "model.path"},
             "no_post_check": {"rti.post_check"},
             "no_gate": {"gate.delta"},
             "no_reweighting": {"reweight.enabled"},
@@ -56,7 +57,7 @@ class TestTheMiniature:
             "leakage_allowed": {"rti.conceal", "rti.leak_guard", "rti.verify_leaks"},
             "opd": {"rti.enabled", "loss.baseline", "loss.teacher.path", "loss.aggregation"},
             "stronger_model": {f"rti.roles.{role}.model" for role in ("validator", "corrector", "verifier")},
-            "dapo": {"rti.enabled", "loss.variant", "loss.clip_high"},
+            "dapo": {"rti.enabled", "loss.variant", "loss.clip_high", "rollout.max_rounds"},
             "dr_grpo": {"rti.enabled", "loss.variant"},
             "gspo": {"rti.enabled", "loss.variant"},
             **{f"delta_{d}": {"gate.delta"} for d in ("0", "1_3", "3", "20")},
@@ -100,6 +101,17 @@ class TestTheMiniature:
             study_worker_tasks = source.tasks(split)
             assert sum(t.kind == "hard" for t in study_worker_tasks) >= limit
             assert {t.id for t in trained}.isdisjoint(t.id for t in study_worker_tasks)
+
+    def test_the_teacher_that_arms_name_is_what_is_prepared(self):
+        from rti_jax.sft import SFTConfig
+
+        [(model, source)] = self.plan.plan.prepare.items()
+        made = load_config(ROOT / source, schema=SFTConfig)
+        assert str(made.run_dir / "export") == model and made.model.path == self.plan.jobs[0].config.model.path
+        configs = {j.arm: j.config for j in self.plan.jobs}
+        assert configs["luffy"].loss.teacher.path == configs["opd"].loss.teacher.path == model
+        assert configs["teacher"].model.path == model
+        assert {r.model for _, r in configs["stronger_model"].rti.roles} == {model}
 
     def test_charts_can_tell_their_arms_apart(self):
         for arms in self.plan.plan.charts.values():
