@@ -169,7 +169,7 @@ class Roles:
             own = role_config(self.config, role)
             if own.endpoint and role not in self._endpoints:
                 raise ConfigError(f"rti.roles.{role}.endpoint={own.endpoint} has no client to reach it with")
-            if own.model and not own.endpoint and role not in self._engines:
+            if config.enabled and role in config.role_folders and role not in self._engines:
                 raise ConfigError(f"rti.roles.{role}.model={own.model} has no engine that serves it")
 
     async def validate(self, view: TurnView, evidence: Evidence, rules: str, proposed: str, seed: int) -> Verdict:

@@ -118,3 +118,5 @@ class TestRoles:
         chat = tiny_chat()
         with pytest.raises(ConfigError, match="rti.roles.corrector.model=strong has no engine"):
             Roles(chat, FakeEngine(chat, lambda r: "x"), config.sampling, config.rti)
+        without = config.rti.model_copy(update={"enabled": False})  # a run of GRPO under the same keys asks nobody
+        Roles(chat, FakeEngine(chat, lambda r: "x"), config.sampling, without)
