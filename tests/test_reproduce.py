@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rti_jax import claims, environments, reproduce, study, study_crew, study_report, study_results
-from rti_jax.config import ConfigError
+from rti_jax.config import ConfigError, load_config
 from rti_jax.engine import GenerateRequest, GenerateResult
 from rti_jax.engine_errors import StaleVersionError
 from tests import study_stand_in
