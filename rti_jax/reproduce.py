@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rti_jax import claims, config, launcher, runs, study, study_report, study_results
 from rti_jax.config import ConfigError
@@ -64,7 +65,7 @@ def main(
         waiting = [job for job in plan.jobs if not job.done]
         if waiting and not table_only:
             log(f"{len(plan.jobs)} runs ({len(plan.arms)} arms), {len(plan.jobs) - len(waiting)} finished before")
-            with _terminable(), _timed(plan.output):
+            with _terminable(), _recorded(plan.output, command):
                 _prepare(plan, log)
                 on_cpu = launcher.runs_on_cpu(os.environ)
                 crew = Crew(waiting, jobs or _jobs(on_cpu), plan.output, log, pinned=on_cpu)
@@ -105,20 +106,21 @@ def _terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _timed(output: pathlib.Path) -> Iterator[None]:
-    """Adds the wall time to that of earlier, interrupted commands."""
-    started, before = time.monotonic(), _seconds(output)
+def _recorded(output: pathlib.Path, command: str) -> Iterator[None]:
+    """Keeps what played the runs, and for how long, those of earlier and interrupted commands included."""
+    started, before = time.monotonic(), _played(output)["seconds"]
     try:
         yield
     finally:
-        runs.write_json(output / "time.json", {"seconds": before + time.monotonic() - started})
+        facts = {"seconds": before + time.monotonic() - started, "command": command, "commit": _commit()}
+        runs.write_json(output / "played.json", facts)
 
 
-def _seconds(output: pathlib.Path) -> float:
+def _played(output: pathlib.Path) -> dict[str, Any]:
     try:
-        return float(json.loads((output / "time.json").read_text())["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        return json.loads((output / "played.json").read_text())
+    except (OSError, ValueError):
+        return {"seconds": 0.0}
 
 
 def _prepare(plan: Study, log: Log) -> None:
@@ -197,13 +199,14 @@ def environment(plan: Study, command: str) -> dict[str, str]:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    played = {"command": command, "commit": _commit()} | _played(plan.output)
     return {
-        "command": command,
-        "commit": _commit(),
+        "command": played["command"],
+        "commit": played["commit"],
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "minutes": f"{_seconds(plan.output) / 60:.0f}",
+        "minutes": f"{played['seconds'] / 60:.0f}",
     }
 
 
@@ -235,6 +238,7 @@ def how(plan: Study, command: str, unfinished: Sequence[str], errors: Mapping[st
         f"- {facts['versions']}; Python {facts['python']}; commit {facts['commit'] or 'unknown'}",
         f"- {facts['machine']}; {facts['minutes']} minutes in all",
     ]
+    lines += ["- a quick check that everything works: its verdicts say nothing about the claims"] if plan.quick else []
     lines += [f"- not finished: {', '.join(unfinished)}"] if unfinished else []
     lines += [f"- failed: {name}: {error}" for name, error in errors.items()]
     return "\n".join(lines).strip() + "\n"

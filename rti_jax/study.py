@@ -83,6 +83,7 @@ class Study(NamedTuple):
     output: pathlib.Path
     plan: Plan
     jobs: list[Job]
+    quick: bool
 
     @property
     def arms(self) -> list[str]:
@@ -134,7 +135,7 @@ def load(
                 config = config_lib.load_config(files[arm], given, check_env=env_config)
                 jobs.append(Job(arm, seed, files[arm], given, config, evaluation))
     check_unchanged(jobs)
-    return Study(folder, output, plan, jobs)
+    return Study(folder, output, plan, jobs, quick)
 
 
 def _arm_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:

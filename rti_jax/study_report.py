@@ -87,6 +87,10 @@ def tables(results: Results, reference: str) -> str:
         lines += markdown(head, rows) + [""]
     lines += ["### What it took, mean of a run", ""]
     lines += markdown(["arm", *COSTS], [[a, *_costs(results, a)] for a in results.arms]) + [""]
+    if gate := _gate(results):
+        head = ["arm", "delta", "corrected successes", "rejected", "perplexity", "highest of a step", "Pass@1, all"]
+        lines += ["### The gate: corrected turns of successes, before it; sums and means over steps and seeds", ""]
+        lines += markdown([*head, "average Pass^k, all"], gate) + [""]
     lines += ["### Turns of held-out episodes after training, percent", ""]
     lines += _turns(results)
     return "\n".join(lines) + "\n"
@@ -99,6 +103,29 @@ def _count(results: Results, arm: str) -> int:
 def _costs(results: Results, arm: str) -> list[str]:
     runs = results.of(arm)
     return [f"{sum(r.total(metric) for r in runs) / len(runs):,.0f}" for metric in COSTS.values()]
+
+
+def _gate(results: Results) -> list[list[Any]]:
+    """A row for each arm with an intervention, by threshold."""
+    rows = []
+    for arm in results.arms:
+        runs = results.of(arm)
+        if runs[0].delta is None:
+            continue
+        rejected, admitted = (sum(r.total(f"rti/gate_{x}") for r in runs) for x in ("rejected", "admitted"))
+        try:
+            values = results.series(arm, "rti/perplexity_before_gate")
+            perplexity = [f"{np.nanmean(values):.2f}", f"{np.nanmax(values):.2f}"]
+        except MissingError:
+            perplexity = ["-", "-"]
+        ends = [cell(grid_interval(results.values(arm, "all", m))) for m in ("pass@1", "pass^")]
+        rows.append(
+            (
+                runs[0].delta,
+                [arm, f"{runs[0].delta:g}", f"{rejected + admitted:.0f}", f"{rejected:.0f}", *perplexity, *ends],
+            )
+        )
+    return [row for _, row in sorted(rows, key=lambda r: r[0])]
 
 
 def _turns(results: Results) -> list[str]:

@@ -27,7 +27,7 @@ class StudyRun:
     Attributes:
       splits: split -> rows of its tasks at the end, as `evaluate.summarize` writes them.
       lines: metrics.jsonl. evaluations: step -> rows of the held-out tasks that were played during training.
-      trials: episodes of a task.
+      trials: episodes of a task. delta: the gate's threshold; None without intervention.
     """
 
     arm: str
@@ -36,6 +36,7 @@ class StudyRun:
     lines: Sequence[Mapping[str, Any]]
     evaluations: Mapping[int, Sequence[Mapping[str, Any]]]
     trials: int
+    delta: float | None = None
 
     def rows(self, tasks: str) -> Sequence[Mapping[str, Any]]:
         """Rows of a task set: "all" (the first split), one of its kinds, another split, or "full" (all splits)."""
@@ -139,4 +140,5 @@ def _read(job: Job) -> StudyRun:
         lines=read_metrics(job.config.run_dir / "metrics.jsonl"),
         evaluations=evaluations,
         trials=min(result["trials"] for result in final["splits"].values()),
+        delta=job.config.gate.delta if job.config.rti.enabled else None,
     )

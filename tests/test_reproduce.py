@@ -185,7 +185,8 @@ class TestPlaying:
         assert f"Python {sys.version.split()[0]}" in text and str(tmp_path) not in text
         for image in re.findall(r"\]\((\S+\.svg)\)", text):
             assert (page.parent / image).read_text().startswith("<svg")
-        assert "group_success" in text and "holds" in (output / "claims.md").read_text()
+        assert re.search(r"\| rti \| 5 \| 32 \| 8 \|", text), "the gate: 4 steps, 3 admitted and 1 rejected, two seeds"
+        assert "a quick check" not in text and "group_success" in text and "holds" in (output / "claims.md").read_text()
         html.parser.HTMLParser().feed((output / "report.html").read_text())
         assert "RTI solves more than GRPO" in capsys.readouterr().out
 
@@ -203,8 +204,10 @@ class TestPlaying:
         folder, output = make_folder(tmp_path / "arms", "rti", "grpo"), tmp_path / "out"
         study_stand_in.finish(study.load(folder, output=output, arms=["rti"], seeds=[0]))
         before = (output / "rti_seed0" / "evals" / "final.json").stat().st_mtime_ns
-        reproduce.main(folder, output=output, seeds=[0])
+        reproduce.main(folder, output=output, seeds=[0], command="rti reproduce arms")
         assert (output / "rti_seed0" / "evals" / "final.json").stat().st_mtime_ns == before
+        reproduce.main(folder, output=output, seeds=[0], command="a look", table_only=True)
+        assert json.loads((output / "results.json").read_text())["how"]["command"] == "rti reproduce arms"
         assert "2 runs (2 arms), 1 finished before" in (output / "log.txt").read_text()
 
     def test_table_only_plays_nothing(self, tmp_path, stand_in):
