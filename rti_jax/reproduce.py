@@ -70,6 +70,7 @@ def main(
                 on_cpu = launcher.runs_on_cpu(os.environ)
                 crew = Crew(waiting, jobs or _jobs(on_cpu), plan.output, log, pinned=on_cpu)
                 errors = crew.run(lambda: _write_safely(plan, command, log))
+                errors = {job.name: "did not finish" for job in waiting if not job.done} | errors
         text = write_results(plan, command, errors, write)
     print(text)
     return 1 if errors else 0

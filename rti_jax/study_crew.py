@@ -148,10 +148,10 @@ class Crew:
         try:
             print(line, file=process.stdin, flush=True)
             reply = process.stdout.readline()
-        except OSError:
-            reply = ""
-        if reply:
-            return json.loads(reply)["error"]
+            if reply:
+                return json.loads(reply)["error"]
+        except (OSError, ValueError) as problem:  # it went away, or something else wrote to its replies
+            self._log(f"{job.name}: {type(problem).__name__}: {problem}")
         _close(process)
         process.stdout.close()
         return f"its process ended with exit code {process.wait()}; see {self._output / 'workers.log'}"

@@ -305,22 +305,29 @@ def test_each_run_counts_an_engines_versions_from_its_own_start():
 @pytest.mark.slow
 def test_two_arms_on_one_engine(tmp_path):
     """The real thing, tiny: both arms start from the model's weights, and the tables are there."""
-    small = ["steps=1", "rollout.groups_per_step=2", "rollout.group_size=2", "eval.limit=1", "eval.every=0"]
+    small = ["steps=1", "rollout.groups_per_step=6", "rollout.group_size=4", "eval.limit=4"]
+    spoiled = [
+        "optimizer.lr=0.03",
+        "batch.buckets=[512]",
+    ]  # weights after which a run that started from them would show
     folder = tmp_path / "arms"
     folder.mkdir()
     base = (MINIATURE / "_base.yaml").read_text()
     (folder / "_base.yaml").write_text(base)
-    for arm in ("rti", "start"):
-        (folder / f"{arm}.yaml").write_text((MINIATURE / f"{arm}.yaml").read_text())
+    for arm in ("grpo", "start"):
+        (folder / f"{arm}.yaml").write_text((MINIATURE / f"{arm}.yaml").read_text().replace("roles: 25", "roles: 0"))
     (folder / "_reproduce.yaml").write_text(f"seeds: [0]\nevaluation: {json.dumps(EVALUATION)}\n")
     command = [sys.executable, "-m", "rti_jax.cli", "reproduce", folder, "--jobs", "1", "--output", tmp_path / "out"]
     environment = {**os.environ, "RTI_NO_LAUNCHER": "1"}
-    done = subprocess.run([*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [*command, *small, *spoiled], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "out" / "workers.log").read_text()
     data = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert data["arms"].keys() == {"rti", "start"} and not data["unfinished"]
+    assert data["arms"].keys() == {"grpo", "start"} and not data["unfinished"]
+    assert data["arms"]["grpo"]["sums"]["updates"] == "1"
     before = [
-        json.loads((tmp_path / "out" / a / "evals/step_000000.json").read_text()) for a in ("rti_seed0", "start_seed0")
+        json.loads((tmp_path / "out" / a / "evals/step_000000.json").read_text()) for a in ("grpo_seed0", "start_seed0")
     ]
     assert before[0]["tasks"] == before[1]["tasks"], "the second run starts from the first one's weights"
-    assert "not run" in done.stdout and (tmp_path / "out" / "rti_seed0" / "export" / "config.json").is_file()
+    assert "not run" in done.stdout and (tmp_path / "out" / "grpo_seed0" / "export" / "config.json").is_file()
