@@ -7,6 +7,7 @@ work that could not be done, 130 for an interruption. RTI_DEBUG=1 shows the trac
 
 import os
 import pathlib
+import shlex
 import sys
 import traceback
 from typing import Annotated, Any
@@ -552,6 +553,62 @@ def compare(
     from rti_jax import compare as command
 
     _exit(command.main(first, second, step=step, output=output))
+
+
+@app.command()
+def reproduce(
+    ctx: typer.Context,
+    folder: Annotated[pathlib.Path, typer.Argument(help="folder of configs, each an arm", metavar="FOLDER")],
+    overrides: Overrides = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small runs: does everything work?")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Runs at once, each with a vLLM and a core of its own; default one a core.", min=1),
+    ] = None,
+    arm: Annotated[list[str] | None, typer.Option("--arm", help="Only this arm; may be given several times.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option("--seed", help="Only this seed; may be given several times.")
+    ] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="Folder; default runs/reproduce_FOLDER.")] = None,
+    write: Annotated[
+        pathlib.Path | None, typer.Option(help="Also write this page, curves in a folder beside it.")
+    ] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Run nothing: tables and claims of what is finished.")
+    ] = False,
+) -> None:
+    """The paper's orderings in miniature: all arms and seeds, tables, curves, and for each claim whether it holds.
+
+    Typed again, it goes on where it was interrupted. Overrides are set in all arms, but for keys that are an arm's own.
+    Tables are written whenever a run has ended. Exit code 1 if an arm failed.
+
+    [bold]Examples[/bold]
+
+    rti reproduce configs/miniature
+
+    rti reproduce configs/miniature --quick
+
+    rti reproduce configs/miniature --write docs/reproduction.md
+
+    rti reproduce configs/miniature --arm rti --arm grpo --seed 0 --output runs/two_arms
+    """
+    _launch(ctx)
+    from rti_jax import reproduce as command
+
+    _exit(
+        command.main(
+            folder,
+            quick=quick,
+            jobs=jobs,
+            arms=arm or [],
+            seeds=seed or [],
+            overrides=overrides or [],
+            output=output,
+            table_only=table_only,
+            write=write,
+            command=shlex.join(["rti", *sys.argv[1:]]),
+        )
+    )
 
 
 def _splits(text: str | None) -> list[str]:

@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
 def differences(old: Config, new: Config) -> list[Difference]:
     """Keys whose values differ, in order; `steps` is harmless only while no schedule depends on it."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    before, after = flat(old.model_dump()), flat(new.model_dump())
     harmless = tuple(k for k in HARMLESS if k != "steps" or new.optimizer.schedule == "constant")
     return [
         Difference(key, before.get(key), after.get(key), any(f"{key}.".startswith(f"{h}.") for h in harmless))
@@ -62,9 +62,9 @@ def check_resume(old: Config, new: Config) -> None:
         )
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one dict of dotted keys."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return found

@@ -40,6 +40,7 @@ def summarize(tasks: Sequence[Task], groups: Sequence[Group], trials: int, seed:
                 "c": sum(t.success for t in group.valid),
                 "excluded": len(group.trajectories) - len(group.valid),
                 "turns": sum(turns) / len(turns) if turns else None,
+                "turns_each": turns,
             }
         )
     kinds = {"all": rows} | {k: [r for r in rows if r["kind"] == k] for k in sorted({t.kind for t in tasks})}

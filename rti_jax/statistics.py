@@ -6,6 +6,7 @@ are not independent samples of what the benchmark measures.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -84,6 +85,48 @@ def ratio_interval(
         drawn = (numerators[:, picks].sum(-1) / denominators[:, picks].sum(-1)).mean(axis=0)
     low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float((numerators.sum(1) / denominators.sum(1)).mean()), float(low), float(high), tasks)
+
+
+def grid_interval(values: np.ndarray, *, seed: int = 0, level: float = 0.95, resamples: int = RESAMPLES) -> Estimate:
+    """Mean of values of the same tasks under several training seeds, with its percentile bootstrap interval over both.
+
+    A resample draws tasks, the same for every seed, and seeds, the same for every task. With one seed it says how far
+    the mean holds for other tasks; with few seeds the spread over seeds is underestimated, as any bootstrap's.
+
+    Args:
+      values: [seeds, tasks]; NaN where a task has no value. Differences of two methods make it a paired comparison.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return Estimate(None, None, None, 0)
+    filled = np.where(known, values, 0.0)
+    seeds, tasks = (draws(n, resamples, seed + axis) for axis, n in enumerate(values.shape))
+    sums, counts = (np.einsum("rs,rs->r", seeds, tasks @ x.T.astype(np.float64)) for x in (filled, known))
+    low, high = np.quantile((sums / np.maximum(counts, 1))[counts > 0], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(filled.sum() / known.sum()), float(low), float(high), int(known.any(axis=0).sum()))
+
+
+@functools.lru_cache(maxsize=16)
+def draws(n: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each of n items is drawn in n draws with replacement, [resamples, n]; the same for the same seed."""
+    picks = np.random.default_rng(seed).integers(n, size=(resamples, n)) + n * np.arange(resamples)[:, None]
+    return np.bincount(picks.ravel(), minlength=resamples * n).reshape(resamples, n).astype(np.float64)
+
+
+def slope_interval(
+    x: Sequence[float], y: Sequence[float], *, seed: int = 0, level: float = 0.95, resamples: int = RESAMPLES
+) -> Estimate:
+    """Least-squares slope of y over x with its interval; points are resampled, those with a NaN left out."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    x, y = x[np.isfinite(x) & np.isfinite(y)], y[np.isfinite(x) & np.isfinite(y)]
+    if len(np.unique(x)) < 2:
+        return Estimate(None, None, None, 0)
+    weights = np.vstack([np.ones(len(x)), draws(len(x), resamples, seed)])
+    weights /= weights.sum(axis=1, keepdims=True)
+    covariance, variance = weights @ (x * y) - (weights @ x) * (weights @ y), weights @ x**2 - (weights @ x) ** 2
+    slopes = (covariance / np.where(variance > 1e-12, variance, np.nan)).tolist()
+    low, high = np.nanquantile(slopes[1:], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(slopes[0], float(low), float(high), len(x))
 
 
 def estimate(

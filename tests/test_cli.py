@@ -15,6 +15,7 @@ from rti_jax.config import Config, ConfigError, load_config
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (
     "train", "eval", "select", "sft", "score", "export", "compare", "plan", "doctor", "validate", "report", "view",
+    "reproduce",
 )  # fmt: skip
 TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
 

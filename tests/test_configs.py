@@ -12,11 +12,11 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TAU2 = [f"tau2_{domain}_{model}" for domain in ("airline", "retail", "telecom") for model in ("qwen3_8b", "qwen3_5_9b")]
 CLAW = ["claw_eval_hard20_qwen3_8b", "claw_eval_hard20_qwen3_5_9b"]
 SUPERVISED = {"warmstart.yaml", "teacher.yaml", "quickstart_sft.yaml"}  # configs of `rti sft`
-ALL = sorted(CONFIGS.rglob("*.yaml"))
+ALL = sorted(p for p in CONFIGS.rglob("*.yaml") if not p.name.startswith("_"))  # others are parts of configs
 
 
 def load(path):
-    schema = SFTConfig if path.name in SUPERVISED else Config
+    schema = SFTConfig if path.parent == CONFIGS and path.name in SUPERVISED else Config
     return load_config(path, schema=schema, check_env=environments.env_config)
 
 

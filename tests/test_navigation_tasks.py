@@ -12,7 +12,7 @@ from envs.base import Task
 from envs.navigation import Navigation, NavigationConfig, phrasing
 from envs.navigation.gazetteer import Gazetteer
 from envs.navigation.map import Place, distance_km, fold
-from envs.navigation.tasks import classify, generate, held_out, ood_regions
+from envs.navigation.tasks import SPLITS, classify, generate, held_out, ood_regions
 
 FULL = NavigationConfig()
 MINIATURE = NavigationConfig(
@@ -51,15 +51,17 @@ class TestSplits:
     def test_no_held_out_name_is_trained(self, config):
         """Not with another seed or another number of tasks either: the hash of the name decides."""
         train = names(config, "train") | names(config.model_copy(update={"seed": 7, "train_tasks": 900}), "train")
-        assert train.isdisjoint(names(config, "test") | names(config, "ood"))
+        assert train.isdisjoint(names(config, "test") | names(config, "ood") | names(config, "regions"))
 
     def test_regions_and_families_of_ood_are_not_trained(self, config):
-        regions = {s: {p.region for ps in places_of(config, s) for p in ps} for s in ("train", "test", "ood")}
-        assert regions["ood"] and regions["ood"].isdisjoint(regions["train"] | regions["test"])
-        used = {s: {t.data["family"] for t in Navigation.tasks(config, s)} for s in ("train", "test", "ood")}
+        regions = {s: {p.region for ps in places_of(config, s) for p in ps} for s in SPLITS}
+        assert regions["ood"] and regions["regions"]
+        assert (regions["ood"] | regions["regions"]).isdisjoint(regions["train"] | regions["test"])
+        used = {s: {t.data["family"] for t in Navigation.tasks(config, s)} for s in SPLITS}
         assert used["train"] == {f.name for f in phrasing.families(config.tools, ood=False)} >= used["test"]
         assert used["ood"] == {f.name for f in phrasing.families(config.tools, ood=True)}
         assert used["ood"].isdisjoint(used["train"])
+        assert used["regions"] <= used["train"]
 
     def test_kinds_are_what_they_say(self, config):
         """Checked by searching, without the generator's own classes."""

@@ -84,7 +84,7 @@ class NavigationConfig(EnvironmentConfig):
     ood_tasks: int = pydantic.Field(150, ge=0)
     seed: int = 0
     test_names: float = pydantic.Field(0.25, gt=0, lt=1)  # share of place names that no training task has
-    ood_regions: float = pydantic.Field(0.15, ge=0, lt=1)  # share of regions that only the split "ood" has
+    ood_regions: float = pydantic.Field(0.15, ge=0, lt=1)  # share of regions that only "ood" and "regions" have
 
     tools: Literal["full", "short"] = "full"  # short: the miniature's brief prompt, schemas and results
     easy_region_mention: float = pydantic.Field(0.3, ge=0, le=1)  # how often a request names a region without need

@@ -21,7 +21,8 @@ from envs.navigation import phrasing
 from envs.navigation.config import NavigationConfig
 from envs.navigation.map import EARTH_RADIUS_KM, Map, Place, distance_km, fold, invent_name
 
-SPLITS = ("train", "test", "ood")
+SPLITS = ("train", "test", "ood", "regions")
+OTHER_REGIONS = ("ood", "regions")  # splits of regions that train and test have not
 CLASSES = ("easy", "ambiguous", "hard")
 HARD_REGIONS = 3  # a hard place's name occurs in at least so many regions
 DRAWS_PER_TASK = 2000  # before the generator gives up on a kind
@@ -50,7 +51,7 @@ def held_out(name: str, share: float) -> bool:
 
 
 def ood_regions(regions: Sequence[str], share: float) -> frozenset[str]:
-    """The regions that only the split "ood" has: the nearest whole number of them, chosen by hash."""
+    """The regions that only the splits "ood" and "regions" have: the nearest whole number of them, chosen by hash."""
     ranked = sorted(set(regions), key=lambda r: _unit("region", fold(r)))
     return frozenset(ranked[: round(share * len(ranked))])
 
@@ -96,7 +97,7 @@ def _unit(*parts: str) -> float:
 
 def _schedule(config: NavigationConfig, split: str, rng: random.Random) -> list[str]:
     """The kind of every task: shares of `kinds` by largest remainder, in random order."""
-    total = {"train": config.train_tasks, "test": config.test_tasks, "ood": config.ood_tasks}[split]
+    total = {"train": config.train_tasks, "test": config.test_tasks}.get(split, config.ood_tasks)
     weight = sum(config.kinds.values())
     exact = {kind: total * n / weight for kind, n in config.kinds.items()}
     counts = {kind: int(x) for kind, x in exact.items()}
@@ -158,7 +159,7 @@ def _unusable(place: Place, regions: set[str]) -> str | None:
 
 
 def _other_split(config: NavigationConfig, split: str, place: Place, map: Map) -> str | None:
-    if (place.region in _ood_regions_of(map, config.ood_regions)) != (split == "ood"):
+    if (place.region in _ood_regions_of(map, config.ood_regions)) != (split in OTHER_REGIONS):
         return "region of another split"
     if held_out(place.name, config.test_names) == (split == "train"):
         return "name of another split"
