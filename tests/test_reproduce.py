@@ -306,10 +306,7 @@ def test_each_run_counts_an_engines_versions_from_its_own_start():
 def test_two_arms_on_one_engine(tmp_path):
     """The real thing, tiny: both arms start from the model's weights, and the tables are there."""
     small = ["steps=1", "rollout.groups_per_step=6", "rollout.group_size=4", "eval.limit=4"]
-    spoiled = [
-        "optimizer.lr=0.03",
-        "batch.buckets=[512]",
-    ]  # weights after which a run that started from them would show
+    spoiled = ["optimizer.lr=0.03", "batch.buckets=[512]"]  # a run that starts from such weights would show it
     folder = tmp_path / "arms"
     folder.mkdir()
     base = (MINIATURE / "_base.yaml").read_text()
