@@ -563,7 +563,7 @@ class TestPool:
     def test_a_slow_call_is_answered_in_time_and_its_instance_thrown_away(self):
         async def episode():
             async with started(REPORT, call_timeout=0.05, instances=7) as env:
-                result = await env.step(calls(use("shelf_pause", seconds=0.5)))
+                result = await env.step(calls(use("shelf_pause", seconds=2.0)))
                 kept = env._instances[0]
             return result.messages[0]["content"], [d.response_status for d in env.dispatches], kept.clean
 
