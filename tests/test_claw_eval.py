@@ -354,6 +354,7 @@ class TestEpisode:
                     use("shelf_get_loan", loan_id=float("nan")),
                     use("shelf_get_loan", loan_id="\ud800"),
                     ToolCall("shelf_get_loan", ["LN-4101"], "list"),
+                    ToolCall("shelf_\ud800", None, "half", error="not a name: \ud800"),
                 )
                 result = await env.step(wrong)
                 await env.step(AssistantTurn("I give up."))
@@ -365,9 +366,10 @@ class TestEpisode:
         assert messages[0]["content"] == "Error: unknown tool 'shelf_lend'"
         assert '"loan_id"' in messages[1]["content"] and messages[2]["content"] == '{"error": "no loan LN-9999"}'
         assert messages[3]["content"] == "Error: not JSON"
-        assert all(m["content"].startswith("Error: the arguments") for m in messages[4:])
-        assert [d.response_status for d in dispatches] == [404, 422, 200, 400, 400, 400, 400]
-        assert info["tool_errors"] == 6 and info["robustness"] == 0.0
+        assert all(m["content"].startswith("Error: the arguments") for m in messages[4:7])
+        assert messages[7]["content"] == "Error: not a name: ?"
+        assert [d.response_status for d in dispatches] == [404, 422, 200, 400, 400, 400, 400, 400]
+        assert info["tool_errors"] == 7 and info["robustness"] == 0.0
 
     def test_a_service_that_fails_or_is_not_there_is_an_answer_too(self):
         async def episode():
@@ -563,7 +565,7 @@ class TestPool:
     def test_a_slow_call_is_answered_in_time_and_its_instance_thrown_away(self):
         async def episode():
             async with started(REPORT, call_timeout=0.05, instances=7) as env:
-                result = await env.step(calls(use("shelf_pause", seconds=0.5)))
+                result = await env.step(calls(use("shelf_pause", seconds=2.0)))
                 kept = env._instances[0]
             return result.messages[0]["content"], [d.response_status for d in env.dispatches], kept.clean
 

@@ -146,6 +146,7 @@ class TestT018:
 
 
 class TestAll:
+    @pytest.mark.slow
     def test_16_at_once_are_played_and_graded(self):
         outcomes = all_at_once(0.0, reading)
         assert len(outcomes) == 126 and not sum(o.reward for _, o, _ in outcomes)

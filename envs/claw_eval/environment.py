@@ -5,6 +5,7 @@ judge. The rules are the benchmark's: a turn without calls ends the episode (a s
 episode is graded, one that reached its turn limit too.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -140,8 +141,8 @@ class ClawEval(Environment):
         if self.done:
             raise EnvironmentError("a turn was played after the end of the episode")
         self.turns += 1
-        calls = [(call, self._problem(call)) for call in turn.tool_calls]
-        said = [self._models.TextBlock(text=turn.content)] if turn.content else []
+        calls = [(_encodable(call), self._problem(call)) for call in turn.tool_calls]
+        said = [self._models.TextBlock(text=_plain(turn.content))] if turn.content else []
         used = [
             self._models.ToolUseBlock(id=self._id(i, call), name=call.name, input={} if problem else call.arguments)
             for i, (call, problem) in enumerate(calls)
@@ -246,7 +247,7 @@ class ClawEval(Environment):
     def _problem(self, call: ToolCall) -> str | None:
         """Why a call cannot be sent at all, or None; whether tool and arguments are right is the service's to say."""
         if call.error is not None:
-            return call.error
+            return _plain(call.error)
         if not isinstance(call.arguments, dict):
             return "the arguments are no object"
         try:
@@ -323,3 +324,12 @@ class ClawEval(Environment):
         """The benchmark's known faults that this task has."""
         faults = ["fixtures"] if any(w.server.stray(self._entry, w.variables) for w in self._wanted) else []
         return faults + (["audit keys"] if grading.looks_up_renamed(self._checkout, self._entry) else [])
+
+
+def _plain(text: str) -> str:
+    """A text that can be encoded: half a character, as \\ud800 in a policy's JSON, becomes "?"."""
+    return text.encode(errors="replace").decode()
+
+
+def _encodable(call: ToolCall) -> ToolCall:
+    return dataclasses.replace(call, name=_plain(call.name), id=_plain(call.id))

@@ -55,7 +55,8 @@ async def grade(
     grader = grader_class(checkout, entry)()
     offered = {"audit_data": dict(audit), "judge": judge, "media_events": []}
     accepted = {k: v for k, v in offered.items() if k in inspect.signature(grader.grade).parameters}
-    run = functools.partial(grader.grade, list(messages), list(dispatches), entry.definition, **accepted)
+    task = entry.definition.model_copy(deep=True)  # a grader may change what all episodes share
+    run = functools.partial(grader.grade, list(messages), list(dispatches), task, **accepted)
     try:
         scores = await bridge.in_thread(run, seconds)
     except (Exception, bridge.Unanswered, SystemExit) as error:
