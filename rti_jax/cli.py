@@ -267,8 +267,8 @@ def select(
 ) -> None:
     """Choose a hard subset: the tasks that a policy almost never solves.
 
-    They can be run, have stable graders, and are one of each family. Interrupted, the same command goes on
-    (docs/evaluation.md).
+    They can be run, have stable graders, and are one of each family; docs/evaluation.md says how that is found out.
+    Interrupted, the same command goes on.
 
     [bold]Examples[/bold]
 

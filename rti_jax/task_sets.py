@@ -56,15 +56,14 @@ class TaskSet:
         ]
 
 
-def evaluated(source: EnvironmentSource, config: Config, splits: Sequence[str] = ()) -> TaskSet:
-    """The tasks of `splits` (default: those of the config), of them those that `eval.tasks` lists, up to `eval.limit`.
+def evaluated(source: EnvironmentSource, config: Config) -> TaskSet:
+    """The tasks of `eval.splits`, else of `eval.split`, of them those that `eval.tasks` lists, up to `eval.limit`.
 
     Raises:
       ConfigError: an unknown split, a file that cannot be read, an id that is in no split, or a split left with none.
     """
-    several = bool(config.eval.splits)
-    names = list(dict.fromkeys(splits or config.eval.splits or [config.eval.split]))
-    key = "--split" if splits else "eval.splits" if several else "eval.split"
+    names = list(dict.fromkeys(config.eval.splits or [config.eval.split]))
+    key = "eval.splits" if config.eval.splits else "eval.split"
     found = {name: source.tasks(name, key) for name in names}
     if config.eval.tasks:
         found = subset(found, config.eval.tasks, "eval.tasks")

@@ -104,11 +104,18 @@ class TestResume:
 
     def test_a_line_that_was_cut_off_is_played_again(self, bench):
         bench.run("whole")
-        file = bench.folder / "whole.jsonl"
-        expected = bench.bytes("whole")
-        file.write_bytes(file.read_bytes()[:-100])
+        file, expected = bench.folder / "whole.jsonl", bench.bytes("whole")
+        kept = file.read_bytes().splitlines(keepends=True)[:30]
+        cut = kept.pop()[:-100]
+        file.write_bytes(b"".join(kept) + cut)
+        bench.answer = stop_after(8)
+        with pytest.raises(EngineDiedError):
+            bench.run("whole")
+        lines = file.read_bytes().splitlines()
+        assert lines[29] == cut and len(lines) > 30 and all(map(json.loads, lines[30:]))  # nothing is written behind it
+        bench.answer = answer
         bench.run("whole")
-        assert len(bench.engines[-1].requests) == 2 and bench.bytes("whole") == expected
+        assert len(bench.engines[-1].requests) == 2 * (37 - len(lines)) and bench.bytes("whole") == expected
 
     def test_a_finished_one_is_shown_again_without_an_engine(self, bench, capsys):
         first = bench.run()
