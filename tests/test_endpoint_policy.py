@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -245,7 +246,7 @@ class TestErrors:
 class TestEvaluation:
     def test_it_needs_no_model_and_keeps_no_key(self, serve, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RTI_POLICY_API_KEY", KEY)
-        server = serve(expert)
+        server = serve(lambda body: time.sleep(0.02) or expert(body))  # long enough for others to come, if they may
         config = make_config(server, eval={"endpoint": {"concurrency": 3}}, runs_dir=str(tmp_path), name="r")
         assert evaluate.main(config) == 0
         result = json.loads((tmp_path / "r" / "evals" / "test_endpoint.json").read_text())
