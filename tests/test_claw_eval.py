@@ -137,6 +137,8 @@ class TestCheckout:
         assert set(obstacles) == {ZH, EN, REPORT, "L004_reading_advice"} and not any(obstacles.values())
         assert [t.id for t in ClawEval.tasks(config(), "all")] == [ZH, EN, REPORT]
         assert [t.kind for t in ClawEval.tasks(config(), "all")] == ["easy", "easy", "hard"]
+        zh, en, report = (ClawEval.family(config(), t) for t in ClawEval.tasks(config(), "all"))
+        assert zh == en != report  # a selection takes one of the twins
 
     def test_missing_data_and_servers_are_obstacles(self):
         entry = mini().tasks()[REPORT]

@@ -84,6 +84,10 @@ class ClawEval(Environment):
         ]
 
     @classmethod
+    def family(cls, config: ClawEvalConfig, task: Task) -> str:
+        return task.data["family"]
+
+    @classmethod
     def check(cls, config: ClawEvalConfig) -> None:
         checkout = checkouts.load(config.root)
         if not checkout.commit.startswith(config.commit):
