@@ -17,8 +17,9 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.rti-$(ACCELERATOR)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 SYSTEM := $(shell uname -s)
-# Tests never touch the network.
-OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
+# Tests never touch the network, and their many processes share what JAX compiled.
+TESTING := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
+    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast test-all lint format clean
@@ -77,13 +78,13 @@ quickstart: install
 	@$(BIN)/rti train configs/quickstart.yaml
 
 test: install
-	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests
+	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests
 
 test-all: install
-	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 
 test-fast: install
-	@$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive" tests
+	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive" tests
 
 lint: install
 	@$(BIN)/ruff check .
