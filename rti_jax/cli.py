@@ -131,7 +131,7 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     if dry_run:
         return _print_resolved(resolved)
     _check_model(resolved)
-    _launch(ctx)
+    _launch(ctx, resolved)
     from rti_jax import train as command
 
     _exit(command.main(resolved))
@@ -172,7 +172,7 @@ def evaluate(
     """
     resolved = _load(config, overrides)
     _check_model(resolved)
-    _launch(ctx)
+    _launch(ctx, resolved)
     from rti_jax import evaluate as command
 
     _exit(command.main(resolved, output=output, step=step, roles=roles, turns=turns))
@@ -339,10 +339,36 @@ def doctor(
     rti doctor configs/navigation_qwen3_8b.yaml model.path=/models/Qwen3-8B --fast
     """
     resolved = _load(config, overrides)
-    _launch(ctx)
+    _launch(ctx, resolved)
     from rti_jax import doctor as command
 
     _exit(command.main(resolved, fast=fast, as_json=as_json))
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other hosts.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.", min=1, max=65535)] = 8000,
+    owned: Annotated[int, typer.Option(hidden=True)] = 0,
+) -> None:
+    """Serve the policy of a config by vLLM, for rti train with engine.kind=server.
+
+    vLLM's own server with the arguments that follow from the config, and the routes for token ids and weight updates:
+    whoever reaches the port can change the weights, so keep it on a trusted network. docs/engines.md says more.
+
+    [bold]Examples[/bold]
+
+    rti serve configs/quickstart.yaml --port 8001
+
+    rti serve configs/navigation_qwen3_8b.yaml --host 0.0.0.0 engine.args={tensor_parallel_size: 4}
+    """
+    from rti_jax import config as config_lib
+    from rti_jax import serve as command
+
+    resolved = config_lib.load_config(config, overrides or [])
+    command.main(resolved, host=host, port=port, owned=owned)
 
 
 @app.command()
@@ -443,10 +469,13 @@ def _mesh(text: str) -> Any:
     return config.validate(data, config.MeshConfig, origin=lambda key: "--mesh: ")
 
 
-def _launch(ctx: typer.Context) -> None:
-    """What a computing command does first, once its input was checked; nothing where the app is called in a test."""
+def _launch(ctx: typer.Context, config: Any = None) -> None:
+    """What a computing command does first, once its input was checked; nothing where the app is called in a test.
+
+    `config` is given where JAX and vLLM may share GPUs.
+    """
     if ctx.obj:
-        ctx.obj()
+        ctx.obj(config)
 
 
 def _exit(code: int | None) -> None:
@@ -472,7 +501,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `rti` command."""
-    app(prog_name="rti", obj=launcher.relaunch)
+    app(prog_name="rti", obj=launcher.launch)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def notes(config: Config, chip: Chip, devices: int) -> Iterator[str]:
     if chip.kind == "gpu":
         left = 1 - engine_argument(config, "gpu_memory_utilization", config.engine.memory_fraction)
         yield (
-            "by itself JAX takes three quarters of a GPU when it starts; beside the engine set "
+            "by itself JAX takes three quarters of a GPU when it starts; beside the engine rti sets "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(0.05, left - 0.03):.2f}"
         )
 

@@ -233,6 +233,7 @@ class Trainer:
         self._seconds = {}
         tasks = sample_tasks(self.tasks.trained, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
         groups, metrics = await self.roll_out(tasks, n)
+        await self.engine.sleep()
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
             packed = learner.pack(groups)
             metrics |= learner.update(packed)
@@ -241,11 +242,13 @@ class Trainer:
         runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
         try:
             with self._timed("sync"):
+                await self.engine.wake_up()
                 if metrics["optimizer/updates"] or learner.replay:
                     await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
             with self._timed("probe"):
                 metrics |= await self.probe(groups)
         finally:
+            metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
 
     async def roll_out(self, tasks, n: int) -> tuple[list[Group], dict[str, float]]:

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from test_endpoints import FakeServer
+from fake_server import FakeServer
 from typer.testing import CliRunner
 
 from envs.base import ModelEndpoint, StepResult
