@@ -43,10 +43,11 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     """(exit code, message) of an error that a user can act on; (None, "") of any other."""
     from rti_jax.config import ConfigError
     from rti_jax.engine_errors import EngineError
+    from rti_jax.guards import RunStopped
 
     if isinstance(error, ConfigError):
         return 2, str(error)
-    if isinstance(error, EngineError):
+    if isinstance(error, EngineError | RunStopped):
         return 1, str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (

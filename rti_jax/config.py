@@ -198,6 +198,13 @@ class EvalConfig(Section):
     keep_best: bool = False  # also keep the checkpoint of the best evaluation
 
 
+class StopConfig(Section):
+    """What ends a run that goes on but no longer learns."""
+
+    nonfinite_steps: int = pydantic.Field(5, ge=1)  # steps in a row whose gradient is not finite; ours
+    dropped_steps: int = pydantic.Field(5, ge=1)  # steps in a row in which no group has two valid members; ours
+
+
 class CheckpointConfig(Section):
     every: int = pydantic.Field(10, ge=1)  # steps
     minutes: float = pydantic.Field(30.0, gt=0)  # also when this much time has passed
@@ -225,6 +232,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
 
     @pydantic.model_validator(mode="after")
     def _consistent(self):

@@ -45,6 +45,7 @@ from rti_jax.checkpoint import Checkpoints, restore
 from rti_jax.engine import Engine, GenerateRequest, make_engine
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
+from rti_jax.guards import Guards
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
 from rti_jax.metrics import Recorder
@@ -201,6 +202,7 @@ class Trainer:
         self.player = Player(tasks.source, learner.policy.chat, engine, config)
         endpoints = roles.connect(config.rti)
         self.roles = roles.Roles(learner.policy.chat, engine, config.sampling, config.rti, endpoints)
+        self.guards = Guards(config.stop, run.folder)
         self._seconds: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -250,6 +252,7 @@ class Trainer:
         finally:
             metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
+        self.guards.check(n + 1, metrics, packed)
 
     async def roll_out(self, tasks, n: int) -> tuple[list[Group], dict[str, float]]:
         """Groups of the step after intervention, and their metrics."""
