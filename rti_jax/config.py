@@ -235,13 +235,21 @@ class MeshConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["vllm", "server"] = "vllm"  # vllm: beside the learner; server: vLLM servers at engine.urls
-    urls: list[str] = []  # servers, e.g. [http://host:8000]
+    kind: Literal["vllm", "server"] = "vllm"  # vllm: beside the learner; server: vLLM servers (docs/engines.md)
+    urls: list[str] = []  # servers that run already, e.g. [http://host:8000]
+    start: int = pydantic.Field(0, ge=0)  # servers that the trainer starts on its host, beside those of urls
+    devices: list[str] = []  # CUDA_VISIBLE_DEVICES of each started server, e.g. ["4,5", "6,7"]; empty = all see all
     args: dict[str, Any] = {}  # passed to vLLM as they are
     memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
     frozen_fraction: float = pydantic.Field(0.2, gt=0, le=1)  # the same for each engine of a teacher or a role; ours
-    weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"  # how new weights reach the engine
+    sleep: bool = False  # the engine gives its GPU memory to the learner during the update (vLLM's sleep mode)
+    weight_transfer: Literal["auto", "shared_memory", "file", "nccl", "ipc"] = "auto"  # of new weights to the engine
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
+    restarts: int = pydantic.Field(3, ge=0)  # of a vLLM that we started, between two weight updates
+    restart_timeout: float = pydantic.Field(600.0, gt=0)  # seconds without any server before the run ends
+    request_timeout: float = pydantic.Field(600.0, gt=0)  # seconds of one request, then another server is asked
+    probe_seconds: float = pydantic.Field(10.0, gt=0)  # between two looks at a server; three times that is too slow
+    max_in_flight: int | None = pydantic.Field(None, ge=1)  # requests at once on a server; None = what it runs at once
 
 
 class PolicyEndpointConfig(Section):
@@ -267,6 +275,13 @@ class EvalConfig(Section):
     roles: int = pydantic.Field(0, ge=0)  # held-out tasks of each kind on which the three roles are measured as well
     keep_best: bool = False  # also keep the checkpoint of the best evaluation
     endpoint: PolicyEndpointConfig = PolicyEndpointConfig()
+
+
+class StopConfig(Section):
+    """What ends a run that goes on but no longer learns."""
+
+    nonfinite_steps: int = pydantic.Field(5, ge=1)  # steps in a row whose gradient is not finite; ours
+    dropped_steps: int = pydantic.Field(5, ge=1)  # steps in a row in which no group has two valid members; ours
 
 
 class CheckpointConfig(Section):
@@ -296,6 +311,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -323,8 +339,21 @@ class Config(Section):
                 "loss.variant=gspo has one ratio per sequence, so token weights have no place in it; "
                 "set reweight.enabled=false or rti.enabled=false"
             )
-        if self.engine.kind == "server" and not self.engine.urls:
-            raise ValueError("engine.kind=server needs engine.urls")
+        if self.engine.kind == "server" and not (self.engine.urls or self.engine.start):
+            raise ValueError("engine.kind=server needs engine.urls, or engine.start for servers on this host")
+        if self.engine.devices and len(self.engine.devices) != self.engine.start:
+            raise ValueError(
+                f"engine.devices names {len(self.engine.devices)} sets of devices for engine.start={self.engine.start} "
+                "servers; give one each"
+            )
+        for transfer, kind in (("nccl", "server"), ("ipc", "vllm")):
+            if self.engine.weight_transfer == transfer and self.engine.kind != kind:
+                raise ValueError(
+                    f"engine.weight_transfer={transfer} is for engine.kind={kind}: NCCL needs GPUs of its own on each "
+                    "side, CUDA IPC the same ones"
+                )
+        if self.engine.weight_transfer == "file" and not self.engine.weights_dir:
+            raise ValueError("engine.weight_transfer=file needs engine.weights_dir, a folder that every engine sees")
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
         if not self.name or pathlib.PurePath(self.name).name != self.name:

@@ -12,6 +12,7 @@ HARMLESS = (
     "steps",
     "eval",
     "checkpoint",
+    "stop",
     "engine",
     "mesh",
     "rollout.concurrency",

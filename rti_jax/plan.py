@@ -17,6 +17,7 @@ from typing import Any
 from rti_jax import chips, flops, memory, published, traffic
 from rti_jax.chips import Chip
 from rti_jax.config import Config, ConfigError, MeshConfig
+from rti_jax.launcher import engine_share
 from rti_jax.packing import plan_microbatches
 
 DECODE_UTILIZATION = 0.6  # share of the memory's bandwidth that decoding reaches
@@ -266,9 +267,9 @@ def notes(model: Any, config: Config, chip: Chip, devices: int) -> Iterator[str]
             f"engine.args={{tensor_parallel_size: {devices}}} or {{data_parallel_size: {devices}}} spreads it"
         )
     if chip.kind == "gpu":
-        left = 1 - engine_argument(config, "gpu_memory_utilization", config.engine.memory_fraction)
+        left = 1 - engine_share(config)
         yield (
-            "by itself JAX takes three quarters of a GPU when it starts; beside the engine set "
+            "by itself JAX takes three quarters of a GPU when it starts; beside the engine rti sets "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(0.05, left - 0.03):.2f}"
         )
 

@@ -66,8 +66,7 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
     """
     from rich.console import Console
 
-    from models import hf
-    from rti_jax import runs
+    from rti_jax import runs, weight_sync
     from rti_jax.engine_session import EngineSession
     from rti_jax.metrics import Recorder
     from rti_jax.runtime import load_policy
@@ -77,7 +76,7 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
     with runs.locked(run), open(run.folder / "log.txt", "a") as log:
         tasks, policy = TaskSets.load(config), load_policy(config)
         engine, others = await engines.policy(config), await engines.frozen(config)
-        session = await EngineSession.begin(engine, hf.to_hf(policy.model, policy.params))
+        session = await EngineSession.begin(engine, weight_sync.FlaxWeights(policy.model, policy.params))
         learner = Learner(config, policy, run, tasks)
         console = Console(file=log, width=120)
         with Recorder(run.folder, config.steps, learner.step, console) as recorder:

@@ -48,9 +48,10 @@ from rti_jax import config as config_lib
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints, restore
 from rti_jax.collection import Collection
-from rti_jax.endpoints import FrozenServers
 from rti_jax.engine import Engine, GenerateRequest, make_engine
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
+from rti_jax.frozen_servers import FrozenServers
+from rti_jax.guards import Guards
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
 from rti_jax.metrics import Recorder
@@ -232,6 +233,8 @@ class Trainer:
         engines = {role: others[key] for role in roles.ROLES if (key := f"rti.roles.{role}.model") in others}
         self.roles = roles.Roles(chat, engine, config.sampling, config.rti, endpoints, engines)
         self._teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
+        self._engines = list(dict.fromkeys([engine, *others.values()]))
+        self.guards = Guards(config.stop, run.folder)
         self._seconds: dict[str, float] = {}
         self.collect = Collection(
             config, tasks.trained, self.player, self.roles, self._score, self._teacher, recorder, self._timed
@@ -266,6 +269,8 @@ class Trainer:
         config, learner, n = self.config, self.learner, self.learner.step
         self._seconds = {}
         groups, metrics = await self.collect(n)
+        for each in self._engines:
+            await each.sleep()
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
             packed = learner.pack(groups)
             metrics |= learner.update(packed)
@@ -275,12 +280,16 @@ class Trainer:
         runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
         try:
             with self._timed("sync"):
+                for each in self._engines:
+                    await each.wake_up()
                 if metrics["optimizer/updates"] or learner.replay:
                     await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
             with self._timed("probe"):
                 metrics |= await self.probe(groups)
         finally:
+            metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
+        self.guards.check(n + 1, metrics, packed)
 
     async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
