@@ -19,6 +19,7 @@ from rti_jax.loop_thread import LoopThread
 from rti_jax.server import CONTROL_SECONDS, Server
 
 ATTEMPTS = 3  # of a request, each at the next server; seeds make a repeated request the same request
+BACKOFF_SECONDS = 1.0  # before the second attempt, then doubled
 REQUEST_SECONDS = 3600.0  # an episode's own time limit is the rollout's business
 COMPLETIONS = "/v1/completions"
 
@@ -100,7 +101,7 @@ class FrozenServers:
                         # Where servers answer at all, this request has failed and the next one may not.
                         kind = EngineDiedError if isinstance(error, UnreachableError) else EngineError
                         raise kind(str(error)) from error
-                    await asyncio.sleep(2.0 ** (attempt - 1))
+                    await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
 

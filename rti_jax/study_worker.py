@@ -88,11 +88,11 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
 
 async def evaluate_finally(trainer: Any, evaluation: dict[str, int], recorder: Any) -> dict[str, Any]:
     """Pass@k and Pass^k of the trained policy on every split of the plan."""
-    from rti_jax import evaluate
+    from rti_jax import evaluate, task_sets
 
     config, result = trainer.config, {}
     for split, limit in evaluation.items():
-        tasks = evaluate.limited(trainer.tasks.source.tasks(split), limit)
+        tasks = task_sets.limited(trainer.tasks.source.tasks(split), limit)
         evaluate.check_disjoint(trainer.tasks.trained, tasks)
         with recorder.episodes(f"{split}, after {config.steps} steps", len(tasks) * config.eval.trials) as seen:
             result[split] = (await evaluate.evaluate(trainer.player, tasks, config, on_episode=seen))[0]

@@ -252,7 +252,7 @@ class TestEvaluation:
         result = json.loads((tmp_path / "r" / "evals" / "test_endpoint.json").read_text())
         assert result["model"] == "reference" and result["kinds"]["all"]["pass^2"]["mean"] == 1.0
         assert result["tasks"][0] == {
-            "task": "test/0", "kind": "easy", "n": 2, "c": 2, "excluded": 0, "turns": 2.0,
+            "task": "test/0", "kind": "easy", "n": 2, "c": 2, "excluded": 0, "turns": 2.0, "turns_each": [2, 2],
         }  # fmt: skip
         assert server.most <= 3 and set(server.keys) == {f"Bearer {KEY}"}
         said = capsys.readouterr()
