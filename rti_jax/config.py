@@ -180,6 +180,29 @@ class EngineConfig(Section):
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
 
 
+class HostsConfig(Section):
+    """The processes of a run on several hosts, one each (docs/clusters.md)."""
+
+    coordinator: str = ""  # empty = this process alone; auto = SLURM, Open MPI, JobSet or TPU pod; or HOST:PORT
+    processes: int | None = pydantic.Field(None, ge=1)  # with HOST:PORT (of process 0): how many there are
+    process_id: int | None = pydantic.Field(None, ge=0)  # with HOST:PORT: which one this is, from 0
+    start_timeout: int = pydantic.Field(300, ge=1)  # seconds to wait for the others at the start
+    stall_timeout: float = pydantic.Field(1800.0, gt=0)  # seconds without a sign of life until a host counts as stuck
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self):
+        if self.coordinator in ("", "auto"):
+            return self
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"coordinator={self.coordinator!r}: give HOST:PORT of process 0, or auto")
+        if self.processes is None or self.process_id is None:
+            raise ValueError("coordinator=HOST:PORT needs hosts.processes and hosts.process_id")
+        if self.process_id >= self.processes:
+            raise ValueError(f"process_id={self.process_id} of {self.processes} processes: they count from 0")
+        return self
+
+
 class EvalConfig(Section):
     every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
     trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
@@ -214,6 +237,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

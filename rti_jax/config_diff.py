@@ -14,6 +14,7 @@ HARMLESS = (
     "checkpoint",
     "engine",
     "mesh",
+    "hosts",
     "rollout.concurrency",
     "rollout.episode_timeout",
     "rollout.retries",

@@ -26,6 +26,7 @@ from rti_jax.chat import Chat
 from rti_jax.checkpoint import restore_params
 from rti_jax.engine import make_engine
 from rti_jax.environments import environment_source
+from rti_jax.hosts import Hosts
 from rti_jax.logprobs import Scorer
 from rti_jax.runtime import Policy, check_folder, load_policy
 from rti_jax.types import Group, Trajectory
@@ -83,17 +84,33 @@ def check_disjoint(trained: Sequence[Task], evaluated: Sequence[Task]) -> None:
 
 
 async def evaluate(
-    player: rollout.Player, tasks: Sequence[Task], config, on_episode: Callable[[Trajectory], None] | None = None
+    player: rollout.Player,
+    tasks: Sequence[Task],
+    config,
+    on_episode: Callable[[Trajectory], None] | None = None,
+    hosts: Hosts | None = None,
 ):
-    """Plays every task `eval.trials` times; returns (summary, groups)."""
+    """Plays every task `eval.trials` times; returns (summary, groups).
+
+    On several hosts each plays its share of the tasks; process 0 returns what concerns all, the others (None, theirs).
+    """
+    hosts = hosts or Hosts()
     temperature = config.eval.temperature
     sampling = (
         config.sampling if temperature is None else config.sampling.model_copy(update={"temperature": temperature})
     )
-    groups = await player.collect(
-        tasks, config.eval.trials, step=0, stream=SAMPLING_STREAM, sampling=sampling, on_episode=on_episode
+    own = hosts.share(len(tasks))
+    played = await player.collect(
+        [tasks[i] for i in own],
+        config.eval.trials,
+        step=0,
+        stream=SAMPLING_STREAM,
+        numbers=own,
+        sampling=sampling,
+        on_episode=on_episode,
     )
-    return summarize(tasks, groups, config.eval.trials, config.seed), groups
+    groups = hosts.in_order(hosts.collect(played))
+    return summarize(tasks, groups, config.eval.trials, config.seed) if hosts.first else None, groups
 
 
 def main(

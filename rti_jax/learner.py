@@ -9,6 +9,7 @@ over data and fsdp, parameters and optimizer state as the model was born. A mode
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -53,9 +54,9 @@ class Model(Protocol):
         """[D, V]."""
 
 
-def row_multiple(mesh: Mesh) -> int:
-    """Rows of a micro-batch must be a multiple of this: the devices that share them."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def row_multiple(mesh: Mesh, hosts: int = 1) -> int:
+    """Rows of a micro-batch must be a multiple of this: the devices that share them, of one of `hosts`."""
+    return mesh.shape["data"] * mesh.shape["fsdp"] // hosts
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -88,7 +89,7 @@ def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
 def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[Any, TrainBatch], np.ndarray]:
     """(params, micro-batch) -> log pi of its tokens [B, T], by the forward pass that the update differentiates."""
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, ROWS))
     def logprobs(params, batch):
         return _forward(model, config, mesh, params, batch, entropy=False)[0]
 
@@ -131,8 +132,14 @@ class Update:
         self._rate = learning_rate(config.optimizer, total_updates(config))
         self._compiled: dict[str, Callable] = {}
 
-    def __call__(self, state: TrainState, microbatches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
+    def __call__(
+        self, state: TrainState, microbatches: Sequence[TrainBatch], corrected: Sequence[bool] | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on micro-batches that share a denominator.
+
+        Args:
+          microbatches: this host's rows of each; every host gives as many, of the same shapes.
+          corrected: of each micro-batch, whether it holds corrected tokens on any host; None: as it is here.
 
         A gradient that is not finite leaves the state as it was; `optimizer/skipped` says so.
 
@@ -145,16 +152,18 @@ class Update:
         denominator = denominators.pop()
         if not self._compiled:
             self._compile(state)
+        if corrected is None:
+            corrected = [bool((b.author == Author.CORRECTOR).any()) for b in microbatches]
         gradients = self._compiled["zeros"](state.params)
-        outputs, corrected = [], None
-        for batch in microbatches:
+        outputs, part = [], None
+        for batch, split in zip(microbatches, corrected, strict=True):
             arrays = put(batch, self._mesh)
-            if self._norms_by_source and (batch.author == Author.CORRECTOR).any():
-                corrected = self._compiled["zeros"](state.params) if corrected is None else corrected
-                corrected = self._compiled["corrected"](state.params, corrected, arrays)
+            if self._norms_by_source and split:
+                part = self._compiled["zeros"](state.params) if part is None else part
+                part = self._compiled["corrected"](state.params, part, arrays)
             gradients, output = self._compiled["accumulate"](state.params, gradients, arrays)
             outputs.append(output)
-        norms = self._compiled["norms"](gradients, corrected) if corrected is not None else {}
+        norms = self._compiled["norms"](gradients, part) if part is not None else {}
         rate = float(self._rate(int(state.step)))
         state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
         return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)

@@ -44,12 +44,12 @@ def copied_tokens(original_ids: Sequence[int], replaced_ids: Sequence[int]) -> n
     return copied
 
 
-def weight_means(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, float]:
-    """Mean weight over copied and over edited tokens of scored, corrected turns; a kind without tokens is absent."""
+def weight_sums(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, tuple[float, float]]:
+    """Sum of weights and number of tokens of scored, corrected turns, "copied" and "edited"; no kind without tokens."""
     if not turns:
         return {}
     scored = [(t.correction.corrector_logprobs, t.correction.rollout_logprobs) for t in turns]
-    weights = np.concatenate([reasoning_shift_weights(*pair, epsilon_cal) for pair in scored])
+    weights = np.concatenate([reasoning_shift_weights(*pair, epsilon_cal) for pair in scored]).astype(np.float64)
     copied = np.concatenate([copied_tokens(t.correction.original_ids, t.response_ids) for t in turns])
-    kinds = {"reweight/mean_copied": weights[copied], "reweight/mean_edited": weights[~copied]}
-    return {name: float(values.mean()) for name, values in kinds.items() if values.size}
+    kinds = {"copied": weights[copied], "edited": weights[~copied]}
+    return {name: (float(values.sum()), float(values.size)) for name, values in kinds.items() if values.size}

@@ -12,6 +12,10 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
 
 Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
 run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
+
+On several hosts every process runs this program (rti_jax/hosts.py, docs/clusters.md): tasks of a step are divided by
+their number, each host samples its own with its own engine, and all compute each update together. Process 0 alone
+writes the run folder, metrics and transcripts of all hosts included; checkpoints are written by all.
 """
 
 import asyncio
@@ -21,7 +25,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +34,7 @@ from envs.base import Task
 from rti_jax import (
     advantages,
     batching,
+    checkpoint,
     evaluate,
     intervention,
     intervention_metrics,
@@ -41,13 +46,15 @@ from rti_jax import (
     weight_sync,
 )
 from rti_jax import config as config_lib
-from rti_jax.checkpoint import Checkpoints, restore
+from rti_jax.checkpoint import Checkpoints
 from rti_jax.engine import Engine, GenerateRequest, make_engine
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
+from rti_jax.hosts import Hosts, join
+from rti_jax.joint_scoring import JointScorer
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
-from rti_jax.metrics import Recorder
+from rti_jax.metrics import Recorder, Unrecorded
 from rti_jax.optimizer import total_updates
 from rti_jax.replay import Replay
 from rti_jax.rollout import Player
@@ -59,35 +66,68 @@ PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
 
 def main(config: config_lib.Config) -> int:
     """Trains, or goes on with an interrupted run; returns the exit code."""
-    run = runs.open_run(config)
-    if run.finished(config.steps):
-        print(summary.finished(run, config))
-        return 0
     try:
-        with runs.locked(run):
-            asyncio.run(_train(config, run))
+        with join(config.hosts) as hosts:
+            run, finished = hosts.from_first(lambda: _open(config))
+            if not finished:
+                with runs.locked(run) if hosts.first else contextlib.nullcontext():
+                    finished = asyncio.run(_train(config, run, hosts))
+            if hosts.first and finished:
+                print(summary.finished(run, config))
     except asyncio.CancelledError:  # SIGTERM; Ctrl-C is a KeyboardInterrupt
+        finished = False
+    if not finished:
         print("terminated; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + signal.SIGTERM
-    print(summary.finished(run, config))
     return 0
 
 
-async def _train(config: config_lib.Config, run: runs.Run) -> None:
-    """Whatever a user may have got wrong is read before vLLM is started, which takes a while."""
+def _open(config: config_lib.Config) -> tuple[runs.Run, bool]:
+    """The run folder, and whether the run is finished."""
+    run = runs.open_run(config)
+    return run, run.finished(config.steps)
+
+
+async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool:
+    """Whatever a user may have got wrong is read before vLLM is started, which takes a while.
+
+    Returns False if all hosts were told to end early.
+    """
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    config = _of_host(config, hosts)
     tasks = TaskSets.load(config)
-    learner = Learner(config, load_policy(config), run, tasks)
-    with Recorder(run.folder, config.steps, learner.step) as recorder:
+    learner = Learner(config, load_policy(config), run, tasks, hosts)
+    with Recorder(run.folder, config.steps, learner.step) if hosts.first else Unrecorded() as recorder:
         recorder.phase("starting vLLM")
+        hosts.at("starting vLLM")
         starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
         try:
             engine = await asyncio.shield(starting)  # a thread cannot be cancelled: its engine is closed below
-            await Trainer(config, run, learner, engine, tasks, recorder).run()
+            return await Trainer(config, run, learner, engine, tasks, recorder, hosts).run()
         finally:
             if not (starting.done() and starting.exception()):
                 await (await starting).close()
+
+
+def _of_host(config: config_lib.Config, hosts: Hosts) -> config_lib.Config:
+    """The config with this host's share of the vLLM servers.
+
+    Raises:
+      ConfigError: a host would have no server, or no group.
+    """
+    if config.rollout.groups_per_step < hosts.count:
+        raise config_lib.ConfigError(
+            f"rollout.groups_per_step={config.rollout.groups_per_step} is less than one for each of {hosts.count} hosts"
+        )
+    if hosts.alone or config.engine.kind != "server":
+        return config
+    urls = config.engine.urls[hosts.index :: hosts.count]
+    if not urls:
+        raise config_lib.ConfigError(
+            f"engine.urls has {len(config.engine.urls)} server(s) for {hosts.count} hosts; each needs at least one"
+        )
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
 
 
 class TaskSets(NamedTuple):
@@ -120,12 +160,15 @@ class TaskSets(NamedTuple):
 class Learner:
     """The training state with its compiled functions, restored from the run's newest checkpoint if there is one."""
 
-    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run, tasks: "TaskSets"):
-        self.config, self.policy = config, policy
+    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run, tasks: "TaskSets", hosts: Hosts):
+        self.config, self.policy, self.hosts = config, policy, hosts
         optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
         self.state = init_state(policy.params, optimizer, policy.mesh)
         self.step = 0
-        if restored := restore(run.checkpoints, self.state):
+        # One host looks for the newest good checkpoint, so that all take the same.
+        newest = None if hosts.alone else hosts.from_first(lambda: checkpoint.newest(run.checkpoints))
+        found = hosts.alone or newest is not None
+        if restored := found and checkpoint.restore(run.checkpoints, self.state, newest):
             self.state, self.step = restored.state, restored.step
             if self.step > config.steps:
                 raise config_lib.ConfigError(
@@ -149,17 +192,25 @@ class Learner:
         """Log-probabilities of responses under the current weights, at the rollout temperature."""
         return self._scorer.score(self.state.params, rows)
 
-    def pack(self, groups: Sequence[Group]) -> list[batching.PackedBatch]:
-        """One packed batch per optimizer step."""
-        return [
+    def pack(self, groups: Sequence[Group], numbers: range, total: int) -> list[batching.PackedBatch]:
+        """One packed batch per optimizer step; on several hosts this one's part of it.
+
+        Args:
+          groups: of this host. numbers: of these among all hosts' groups. total: how many all hosts have.
+        """
+        hosts = self.hosts
+        own = [
             batching.build(
                 part,
                 self.config,
-                row_multiple=row_multiple(self.policy.mesh),
+                row_multiple=row_multiple(self.policy.mesh, hosts.count),
                 leave_out_flat=not self.config.loss.kl_beta,
+                hosts=hosts.count,
             )
-            for part in batching.split_groups(groups, self.config.optimizer.minibatches)
+            for part in batching.split_groups(groups, self.config.optimizer.minibatches, numbers, total)
         ]
+        outlines = zip(*hosts.exchange([packed.outline for packed in own]), strict=True)
+        return [batching.agree(packed, parts, self.config) for packed, parts in zip(own, outlines, strict=True)]
 
     def update(self, packed: Sequence[batching.PackedBatch]) -> dict[str, float]:
         """All optimizer steps of a batch; those without a gradient are skipped, in every arm."""
@@ -167,7 +218,7 @@ class Learner:
         results: list[dict[str, float]] = []
         for part, microbatches in zip(packed, batches, strict=True):
             if microbatches and (part.has_gradient or self.config.loss.kl_beta):
-                self.state, metrics = self._update(self.state, microbatches)
+                self.state, metrics = self._update(self.state, microbatches, part.corrected)
                 results.append(metrics)
         replayed: dict[str, float] = {}
         if self.replay:
@@ -194,18 +245,26 @@ class Trainer:
         learner: Learner,
         engine: Engine,
         tasks: TaskSets,
-        recorder: Recorder,
+        recorder: Recorder | Unrecorded,
+        hosts: Hosts,
     ):
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
-        self.tasks = tasks
+        self.tasks, self.hosts = tasks, hosts
         self.player = Player(tasks.source, learner.policy.chat, engine, config)
         endpoints = roles.connect(config.rti)
         self.roles = roles.Roles(learner.policy.chat, engine, config.sampling, config.rti, endpoints)
+        self.scorer = JointScorer(hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
         self._seconds: dict[str, float] = {}
+        self._told_to_end = False
 
-    async def run(self) -> None:
-        """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step."""
-        config, learner = self.config, self.learner
+    async def run(self) -> bool:
+        """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step.
+
+        On several hosts SIGTERM ends the run after the step in which any of them received it; returns False then.
+        """
+        config, learner, hosts = self.config, self.learner, self.hosts
+        if not hosts.alone:  # one that stopped by itself would leave the others waiting
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
         with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep) as checkpoints:
             if learner.step:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
@@ -216,58 +275,79 @@ class Trainer:
                 while learner.step < config.steps:
                     await self.step()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
-                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps:
+                    states = hosts.exchange((self._told_to_end, overdue))
+                    ending, overdue = any(told for told, _ in states), states[0][1]
+                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps or ending:
                         self.save(checkpoints)
                         saved, saved_at = learner.step, time.monotonic()
+                    if ending:
+                        return False
                     if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
                         await self.evaluate()
             except BaseException:
-                if learner.step > saved:
+                if learner.step > saved and hosts.alone:  # a save takes all hosts, and the others know of nothing
                     self.save(checkpoints)
                 raise
-        await asyncio.to_thread(summary.export_and_report, self.run_folder, learner)
+        self._at("export")
+        await asyncio.to_thread(summary.export, self.run_folder.export, learner)
+        if hosts.first:
+            await asyncio.to_thread(summary.write_report, self.run_folder)
+        return True
 
     async def step(self) -> None:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
         self._seconds = {}
         tasks = sample_tasks(self.tasks.trained, n, config.rollout.groups_per_step, config.seed, config.rollout.mix)
-        groups, metrics = await self.roll_out(tasks, n)
+        own = self.hosts.share(len(tasks))
+        groups, everyone, metrics = await self.roll_out(tasks, own, n)
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
-            packed = learner.pack(groups)
+            packed = learner.pack(groups, own, len(tasks))
             metrics |= learner.update(packed)
             learner.step = n + 1
-        assigned = advantages.assign_advantages(groups, config.loss.variant).advantages
-        runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
+        if self.hosts.first:
+            assigned = advantages.assign_advantages(everyone, config.loss.variant).advantages
+            runs.write_groups(self.run_folder.trajectories(n + 1), everyone, assigned)
         try:
             with self._timed("sync"):
                 if metrics["optimizer/updates"] or learner.replay:
                     await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
             with self._timed("probe"):
-                metrics |= await self.probe(groups)
+                gaps = self.hosts.exchange(await self.scorer.during(self.probe(groups)))
+                metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
         finally:
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
 
-    async def roll_out(self, tasks, n: int) -> tuple[list[Group], dict[str, float]]:
-        """Groups of the step after intervention, and their metrics."""
-        config = self.config
-        with self._timed("rollout"), self.recorder.episodes("rollouts", len(tasks) * config.rollout.group_size) as seen:
-            groups = await self.player.collect(tasks, step=n, on_episode=seen)
-        if not any(g.valid for g in groups):
-            raise EngineError(f"no episode of step {n + 1} could be played: {summary.first_error(groups)}")
-        metrics = summary.group_metrics(groups, tasks)
-        if not (config.rti.enabled and config.rti.attempts):
-            return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
-        waiting = sum(map(intervention.triggered, groups))
-        with self._timed("intervention"), self.recorder.episodes("interventions", waiting) as seen:
-            groups = await intervention.intervene(
-                groups, tasks, self.player, self.roles, self._score, config, step=n, on_episode=seen
-            )
-        metrics |= summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
-        return groups, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
+    async def roll_out(
+        self, tasks: Sequence[Task], own: range, n: int
+    ) -> tuple[list[Group], list[Group], dict[str, float]]:
+        """Groups of the step after intervention, this host's and (in process 0) everyone's, and their metrics."""
+        config, here = self.config, [tasks[i] for i in own]
+        with self._timed("rollout"), self._episodes("rollouts", len(here) * config.rollout.group_size) as seen:
+            before = await self.player.collect(here, step=n, numbers=own, on_episode=seen)
+        if not any(self.hosts.exchange(any(g.valid for g in before))):
+            raise EngineError(f"no episode of step {n + 1} could be played: {summary.first_error(before)}")
+        groups, intervenes = before, bool(config.rti.enabled and config.rti.attempts)
+        if intervenes:
+            waiting = sum(map(intervention.triggered, before))
+            with self._timed("intervention"), self._episodes("interventions", waiting) as seen:
+                groups = await self.scorer.during(
+                    intervention.intervene(
+                        before, tasks, self.player, self.roles, self.scorer, config, step=n, on_episode=seen
+                    )
+                )
+        gathered = self.hosts.collect((before, groups, self.roles.pop_usage()))
+        if not self.hosts.first:
+            return groups, groups, {}
+        before, everyone = (self.hosts.in_order([part[i] for part in gathered]) for i in (0, 1))
+        metrics = summary.group_metrics(before, tasks)
+        if intervenes:
+            usage = roles.added([part[2] for part in gathered])
+            metrics |= summary.after(everyone) | intervention_metrics.statistics(everyone, usage)
+        return groups, everyone, metrics | {"rollout/sampled_tokens": summary.sampled_tokens(metrics)}
 
-    async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
+    async def probe(self, groups: Sequence[Group]) -> float:
+        """Engine against learner after the update: the largest gap on fresh samples, scored by the learner."""
         prompts = list({t.turns[0].prompt_ids: None for g in groups for t in g.trajectories if t.turns})[:PROBE_ROWS]
         sampling, stop = self.config.sampling, self.player.chat.stop_ids
         requests = [
@@ -275,36 +355,52 @@ class Trainer:
             for i, p in enumerate(prompts)
         ]
         answers = await asyncio.gather(*(self.engine.generate(r) for r in requests))
-        scored = await self._score([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
+        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
         gaps = [np.abs(s - np.asarray(a.logprobs)) for s, a in zip(scored, answers, strict=True)]
-        return {"mismatch/after_max": float(max((g.max() for g in gaps if g.size), default=math.nan))}
+        return float(max((g.max() for g in gaps if g.size), default=math.nan))
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
-        step = self.learner.step
+        step, hosts, held_out = self.learner.step, self.hosts, self.tasks.held_out
         path = self.run_folder.evaluation(step)
-        if path.is_file():
+        if hosts.from_first(path.is_file):
             return
-        with self.recorder.episodes(
-            f"evaluation after {step} steps", len(self.tasks.held_out) * self.config.eval.trials
-        ) as seen:
-            result, groups = await evaluate.evaluate(self.player, self.tasks.held_out, self.config, on_episode=seen)
+        name = f"evaluation after {step} steps"
+        self._at(name)
+        with self._episodes(name, len(hosts.share(len(held_out))) * self.config.eval.trials) as seen:
+            result, groups = await evaluate.evaluate(self.player, held_out, self.config, on_episode=seen, hosts=hosts)
         if self.config.eval.roles:
             await self.measure_roles()
-        runs.write_groups(path.with_suffix(".jsonl"), groups, {})
-        runs.write_json(path, {"step": step, **result})
-        self.recorder.evaluation(step, result)
-        if self.config.eval.keep_best and step == summary.best_step(self.run_folder):
+        if hosts.first:
+            runs.write_groups(path.with_suffix(".jsonl"), groups, {})
+            runs.write_json(path, {"step": step, **result})
+            self.recorder.evaluation(step, result)
+        if self.config.eval.keep_best and hosts.from_first(lambda: step == summary.best_step(self.run_folder)):
             summary.export(self.run_folder.best, self.learner)
 
     async def measure_roles(self) -> None:
         """How right the three roles are with the weights of now, on held-out tasks."""
         step, tasks = self.learner.step, evaluate.limited(self.tasks.held_out, self.config.eval.roles)
-        with self.recorder.episodes(f"roles after {step} steps", len(tasks)) as seen:
-            result, turns = await role_eval.measure(
-                self.player, self.roles, self._score, tasks, step=step, on_episode=seen
+        own, name = self.hosts.share(len(tasks)), f"roles after {step} steps"
+        self._at(name)
+        with self._episodes(name, len(own)) as seen:
+            measuring = role_eval.measure(
+                self.player,
+                self.roles,
+                self.scorer,
+                [tasks[i] for i in own],
+                step=step,
+                numbers=own,
+                on_episode=seen,
             )
+            result, turns = await self.scorer.during(measuring)
         self.roles.pop_usage()  # not the training's
+        parts = self.hosts.collect(turns)
+        if not self.hosts.first:
+            return
+        if not self.hosts.alone:
+            turns = [turn for part in parts for turn in part]
+            result = role_eval.summarize(turns, self.config.seed)
         path = self.run_folder.roles(step)
         runs.write_lines(path.with_suffix(".jsonl"), map(dataclasses.asdict, turns))
         runs.write_json(path, {"step": step, **result})
@@ -312,15 +408,31 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""
-        self.recorder.phase(f"saving the checkpoint of step {self.learner.step}")
+        self._at(f"saving the checkpoint of step {self.learner.step}")
         checkpoints.save(self.learner.step, self.learner.state, {"seed": self.config.seed})
 
-    async def _score(self, rows) -> list[np.ndarray]:
-        return await asyncio.to_thread(self.learner.score, rows)
+    def _end(self) -> None:
+        self._told_to_end = True
+
+    def _at(self, phase: str) -> None:
+        """Says what is going on, to whoever watches and to the other hosts."""
+        self.recorder.phase(phase)
+        self.hosts.at(f"step {self.learner.step + 1}, {phase}")
+
+    @contextlib.contextmanager
+    def _episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
+        """A function to call when one of this host's `total` episodes is done."""
+        with self.recorder.episodes(name, total) as seen:
+
+            def done(*what) -> None:
+                self.hosts.alive()
+                seen(*what)
+
+            yield done
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        self.recorder.phase(name)
+        self._at(name)
         started = time.monotonic()
         yield
         self._seconds[name] = time.monotonic() - started

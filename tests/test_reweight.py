@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rti_jax.reweight import copied_tokens, reasoning_shift_weights, weight_means
+from rti_jax.reweight import copied_tokens, reasoning_shift_weights, weight_sums
 from rti_jax.types import Correction, Turn
 
 
@@ -43,6 +43,6 @@ def test_copied_tokens():
 def test_mean_weights_of_copied_and_edited_tokens():
     scores = {"rollout_logprobs": tuple(np.log([0.5, 0.5, 0.5])), "corrector_logprobs": tuple(np.log([0.6, 0.55, 0.4]))}
     turn = Turn("t/0", (7,), (1, 8, 3), (-1.0,) * 3, "stop", 0, Correction((1, 2, 3), **scores))
-    means = weight_means([turn], 0.2)
-    assert means == pytest.approx({"reweight/mean_copied": 1.0, "reweight/mean_edited": 1.1})
-    assert weight_means([], 0.2) == {}
+    sums = weight_sums([turn], 0.2)
+    assert sums == {"copied": (pytest.approx(2.0), 2), "edited": (pytest.approx(1.1), 1)}
+    assert weight_sums([], 0.2) == {}

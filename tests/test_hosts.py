@@ -1,0 +1,236 @@
+"""Several hosts: a learner shared by two processes with uneven rows, what they tell each other, and who is stuck."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from stand_in import StandIn, make_config, make_groups, mesh
+from two_hosts import OPTIONS, train
+
+from rti_jax.config import ConfigError, HostsConfig
+from rti_jax.hosts import Hosts, join
+from rti_jax.logprobs import Scorer
+from rti_jax.watchdog import Beat, Watchdog, stuck
+
+HERE = pathlib.Path(__file__).parent
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def pair(command, *arguments, devices=2):
+    """Two processes of `command PORT INDEX *arguments`."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    port, pipes = free_port(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    commands = [[sys.executable, *command, str(port), str(i), *map(str, arguments)] for i in range(2)]
+    return [subprocess.Popen(c, env=env, **pipes) for c in commands]
+
+
+class TestTwoProcesses:
+    """Five groups on one host, three on the other, on a mesh of two devices each."""
+
+    @pytest.fixture(scope="class")
+    def both(self, tmp_path_factory):
+        processes = pair([str(HERE / "two_hosts.py")], tmp_path_factory.mktemp("checkpoints"))
+        results = []
+        for process in processes:
+            out, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-3000:]
+            results.append(json.loads(out.splitlines()[-1]))
+        return results
+
+    @pytest.fixture(scope="class")
+    def alone(self):
+        """The same groups in one process, on one device."""
+        return train(Hosts(), make_groups(count=8), range(8), make_config(**OPTIONS), mesh(1), None)
+
+    @pytest.mark.slow
+    def test_losses_gradients_and_counts_are_those_of_one_process(self, both, alone):
+        _, history, _ = alone
+        assert [r["devices"] for r in both] == [4, 4]
+        packing = ("batch/microbatches", "batch/padding_fraction")  # the only ones that may differ
+        for result in both:
+            for got, expected in zip(result["history"], history, strict=True):
+                assert got.keys() == expected.keys()
+                for name in expected.keys() - set(packing):
+                    assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+        # a mean of the hosts' means would weigh three groups as much as five
+        assert history[0]["batch/trajectories"] == 16 and history[1]["corrector/tokens"] == 0
+
+    @pytest.mark.slow
+    def test_parameters_stay_the_same_through_a_checkpoint(self, both, alone):
+        kernel = np.ravel(alone[0].params["layers"]["mixer"]["kernel"])
+        for result in both:
+            np.testing.assert_allclose(result["kernel"], kernel, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.slow
+    def test_hosts_compute_the_same_shapes(self, both):
+        assert both[0]["shapes"] == both[1]["shapes"]
+        assert both[0]["history"] == both[1]["history"]
+
+    @pytest.mark.slow
+    def test_scores_that_only_one_host_asks_for(self, both, alone):
+        scorer, params = Scorer(StandIn(), mesh(1), 0.8, [16]), jax.tree.map(np.asarray, alone[0].params)
+        for index, calls in ((0, [3, 1]), (1, [2])):
+            assert [len(s) for s in both[index]["scores"]] == calls
+            for own in both[index]["scores"]:
+                rows = [((1, 2 + i), (3 + index, 4, 5 + i)) for i in range(len(own))]
+                for got, expected in zip(own, scorer.score(params, rows), strict=True):
+                    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+    @pytest.mark.slow
+    def test_what_they_tell_each_other(self, both):
+        assert [r["share"] for r in both] == [[0, 2, 4], [1, 3]]
+        assert [r["exchanged"] for r in both] == [[0, 10], [0, 10]]
+        assert [r["collected"] for r in both] == [[0, 1], [1]]  # all in process 0 alone
+        assert [r["refusal"] for r in both] == ["only process 0 knows"] * 2
+
+
+STUCK = """
+import sys, time
+from rti_jax.config import HostsConfig
+from rti_jax.hosts import join
+config = HostsConfig(coordinator=f"127.0.0.1:{sys.argv[1]}", processes=2, process_id=int(sys.argv[2]), stall_timeout=2)
+with join(config) as hosts:
+    hosts.at("step 3, rollout")
+    if hosts.index == 1:
+        time.sleep(600)
+    hosts.exchange(None)
+"""
+
+
+@pytest.mark.slow
+def test_a_stuck_host_is_named_and_all_end():
+    processes = pair(["-c", STUCK])
+    for index, process in enumerate(processes):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1, errors
+        line = next(text for text in errors.splitlines() if text.startswith("error:"))
+        assert line.startswith("error: host 1 (") and "has not left step 3, rollout" in line
+        assert "host 0 (" in line and f"this is host {index}" in line
+
+
+class Store:
+    """The key-value store of one process's test."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(f"{prefix}/")]
+
+
+class TestWatchdog:
+    def beat(self, process, marks, idle, place="step 3, rollout"):
+        return Beat(process, f"node{process}", marks, place, idle)
+
+    def test_the_host_that_has_come_least_far_is_named(self):
+        waiting = self.beat(0, 8, 500, "step 3, update"), self.beat(2, 8, 500, "step 3, update")
+        line = stuck([waiting[0], self.beat(1, 7, 100), waiting[1]], limit=60)
+        assert line == (
+            "host 1 (node1) has not left step 3, rollout for 100 s; "
+            "host 0 (node0), host 2 (node2) wait in step 3, update"
+        )
+
+    def test_a_slow_host_that_lives_is_not_stuck(self):
+        # the others have been waiting for long, but for a host whose episodes end
+        assert stuck([self.beat(0, 8, 500, "step 3, update"), self.beat(1, 7, 10)], limit=60) is None
+
+    def test_of_equals_those_without_a_sign_of_life(self):
+        assert stuck([self.beat(0, 7, 10), self.beat(1, 7, 70)], limit=60).startswith("host 1 (node1) has not left")
+        assert stuck([self.beat(0, 7, 70), self.beat(1, 7, 80)], limit=60).startswith(
+            "host 0 (node0), host 1 (node1) have not left step 3, rollout for 70 s"
+        )
+
+    @pytest.fixture
+    def store(self):
+        return Store()
+
+    def watch(self, store, process=0, limit=0.04):
+        """A watchdog, the event that it has ended the process, and why."""
+        ended, why = threading.Event(), []
+        return Watchdog(store, process, 2, limit, lambda line: (why.append(line), ended.set())), ended, why
+
+    def test_a_host_that_never_reports_is_stuck_at_its_start(self, store):
+        watchdog, ended, why = self.watch(store)
+        watchdog.mark("step 1, rollout")
+        assert ended.wait(30)
+        assert why[0].startswith("host 1 (unknown) has not left the start")
+        watchdog.stop()
+
+    def test_a_failure_elsewhere_ends_this_host(self, store):
+        other, *_ = self.watch(store, process=1, limit=100)
+        other.interval = 0.0
+        other.mark("step 2, update")
+        other.fail("ValueError: no")
+        watchdog, ended, why = self.watch(store)
+        assert ended.wait(30)
+        assert why[0].startswith("host 1 (") and why[0].endswith(" failed in step 2, update: ValueError: no")
+        watchdog.stop()
+
+
+class TestAlone:
+    def test_everything_is_immediate(self):
+        with join(HostsConfig()) as hosts:
+            assert hosts.first and hosts.alone and list(hosts.share(3)) == [0, 1, 2]
+            assert hosts.exchange(5) == hosts.collect(5) == [5]
+            assert hosts.from_first(lambda: 7) == 7
+            hosts.at("step 1")
+            hosts.alive()
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 7])
+    @pytest.mark.parametrize("total", [0, 1, 5, 16])
+    def test_shares_are_everything_once_in_order_and_even(self, count, total):
+        shares = [Hosts(i, count).share(total) for i in range(count)]
+        assert Hosts.in_order(shares) == list(range(total))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"coordinator": "node1"}, "HOST:PORT"),
+        ({"coordinator": "node1:1234"}, "needs hosts.processes and hosts.process_id"),
+        ({"coordinator": "node1:1234", "processes": 2, "process_id": 2}, "count from 0"),
+    ],
+)
+def test_incomplete_addresses_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        HostsConfig(**keys)
+
+
+def test_nothing_to_detect_is_one_line(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "JAX_COORDINATOR")):
+            monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"hosts\.coordinator=auto: neither SLURM"):
+        join(HostsConfig(coordinator="auto"))
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_come_are_one_line():
+    code = (
+        "import sys; from rti_jax.config import HostsConfig; from rti_jax.hosts import join;"
+        "join(HostsConfig(coordinator='127.0.0.1:' + sys.argv[1], processes=2, process_id=0, start_timeout=1))"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, "-c", code, str(free_port())]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert "were not all there after 1 s (hosts.start_timeout)" in lines[0]
