@@ -164,6 +164,7 @@ def agree(own: PackedBatch, outlines: Sequence[Outline], config: Config) -> Pack
         for name, (part, whole) in outline.ratios.items():
             ratios[name] = tuple(np.add(ratios.get(name, (0.0, 0.0)), (part, whole)))
     counts["batch/microbatches"] = len(batches)  # of all hosts together
+    counts["batch/buckets"] = len({b.tokens.shape[1] for b in batches})
     cells = float(sum(b.tokens.size for b in batches) * len(outlines))
     ratios["batch/padding_fraction"] = cells - counts["batch/tokens"], cells
     has_gradient = any(o.has_gradient for o in outlines)
@@ -367,6 +368,7 @@ def _counts(
     counts = {
         "batch/trajectories": len(trajectories),
         "batch/microbatches": len(batches),
+        "batch/buckets": len({b.tokens.shape[1] for b in batches}),
         "batch/tokens": used,
         "batch/trained_tokens": sum(trained),
         "groups/dropped": assigned.dropped,

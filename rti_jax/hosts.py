@@ -45,7 +45,7 @@ class Hosts:
         return self.count == 1
 
     def share(self, total: int) -> range:
-        """Numbers of this host's part of `total` things; dealt in turn, as a step's easy tasks precede its hard ones."""
+        """Numbers of this host's part of `total` things; dealt in turn, as easy tasks may precede hard ones."""
         return range(self.index, total, self.count)
 
     @staticmethod

@@ -168,6 +168,11 @@ class Update:
         state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
         return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)
 
+    @property
+    def programs(self) -> int:
+        """Programs that this process has compiled for updates so far: one more with each new shape of a micro-batch."""
+        return sum(function._cache_size() for function in self._compiled.values())
+
     def compiled_programs(self, name: str) -> int:
         """How many programs a function ("accumulate", "apply") was compiled to: one for each shape of a micro-batch."""
         return self._compiled[name]._cache_size()

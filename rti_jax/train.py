@@ -175,7 +175,8 @@ class Learner:
                     f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
                     "or give another name="
                 )
-            print(f"going on from the checkpoint after step {self.step}")
+            if hosts.first:
+                print(f"going on from the checkpoint after step {self.step}")
         recompute = config.loss.behavior == "recompute"
         self._on_policy = recompute and config.optimizer.minibatches == 1
         self._recompute = recompute and not self._on_policy
@@ -223,8 +224,9 @@ class Learner:
         replayed: dict[str, float] = {}
         if self.replay:
             self.state, replayed = self.replay(self.state, self.step)
+        programs = {"compile/programs": float(self._update.programs)}
         counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
-        return _combined([p.metrics for p in packed]) | _combined(results) | counts | replayed
+        return _combined([p.metrics for p in packed]) | _combined(results) | counts | programs | replayed
 
     def _filled(self, batch: TrainBatch) -> TrainBatch:
         """Behaviour and reference log-probabilities, before any parameter changes."""
@@ -446,7 +448,7 @@ def _combined(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _how(name: str):
     group, _, kind = name.partition("/")
-    if kind == "max":
+    if kind in ("max", "buckets"):
         return np.max
     counts = group in ("groups", "batch") and kind != "padding_fraction"
     return np.sum if counts or kind in ("tokens", "skipped") else np.mean
