@@ -30,7 +30,7 @@ class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
     attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"  # cuDNN on GPU, splash on TPU, else blockwise
-    remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
+    remat: Literal["none", "dots", "full", "offload"] = "full"  # what is kept for the backward pass, docs/plan.md
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 
 
@@ -153,6 +153,7 @@ class OptimizerConfig(Section):
     b2: float = pydantic.Field(0.98, ge=0, lt=1)  # ours
     clip_norm: float = pydantic.Field(1.0, gt=0)  # ours
     muon_lr: float = pydantic.Field(0.02, gt=0, allow_inf_nan=False)  # matrices, with name = muon
+    offload: bool = False  # moments in the host's memory between updates
     minibatches: int = pydantic.Field(1, ge=1)  # optimizer steps per batch; ours (with one, the ratio is 1)
 
 
@@ -251,6 +252,8 @@ class Config(Section):
             )
         if self.engine.kind == "server" and not self.engine.urls:
             raise ValueError("engine.kind=server needs engine.urls")
+        if self.optimizer.offload and self.rti.replay.rows:
+            raise ValueError("optimizer.offload=true: role replay (rti.replay.rows) needs the moments on the device")
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
         if not self.name or pathlib.PurePath(self.name).name != self.name:

@@ -21,6 +21,7 @@ HARMLESS = (
     "model.attention",
     "model.remat",
     "model.scan_layers",
+    "optimizer.offload",
     "batch",
 )
 

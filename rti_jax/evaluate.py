@@ -26,7 +26,7 @@ from rti_jax.chat import Chat
 from rti_jax.checkpoint import restore_params
 from rti_jax.engine import make_engine
 from rti_jax.environments import environment_source
-from rti_jax.hosts import Hosts
+from rti_jax.hosts import Hosts, join, own_servers
 from rti_jax.logprobs import Scorer
 from rti_jax.runtime import Policy, check_folder, load_policy
 from rti_jax.types import Group, Trajectory
@@ -129,7 +129,10 @@ def main(
     if turns and not roles:
         raise config_lib.ConfigError("--turns goes with --roles")
     recorded = role_eval.read_turns(turns) if turns else []
-    return asyncio.run(_main(config, output, step, roles, recorded))
+    if roles and config.hosts.coordinator:
+        raise config_lib.ConfigError("--roles measures on one host: leave hosts.coordinator empty")
+    with join(config.hosts) as hosts:
+        return asyncio.run(_main(own_servers(config, hosts), output, step, roles, recorded, hosts))
 
 
 async def _main(
@@ -138,6 +141,7 @@ async def _main(
     step: int | None,
     roles: bool,
     recorded: Sequence[role_eval.Recorded],
+    hosts: Hosts,
 ) -> int:
     source = environment_source(config.env)
     source.check()
@@ -156,16 +160,23 @@ async def _main(
         if step is not None:
             await weight_sync.sync(engine, policy.model, policy.params, version=max(1, step))
         player = rollout.Player(source, chat, engine, config)
-        with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
-            count = len(recorded) or len(tasks) * (1 if roles else config.eval.trials)
+        with Progress(*COLUMNS, console=Console(stderr=True), disable=not hosts.first) as progress:
+            here = len(hosts.share(len(tasks)))
+            count = len(recorded) or here * (1 if roles else config.eval.trials)
             bar = progress.add_task("turns" if recorded else "episodes", total=count)
-            seen = lambda *_: progress.advance(bar)  # noqa: E731
+
+            def seen(*_) -> None:
+                hosts.alive()
+                progress.advance(bar)
+
             if roles:
                 result, lines = await _measure_roles(player, policy, tasks, config, recorded, seen)
             else:
-                result, groups = await evaluate(player, tasks, config, on_episode=seen)
+                result, groups = await evaluate(player, tasks, config, on_episode=seen, hosts=hosts)
     finally:
         await engine.close()
+    if not hosts.first:
+        return 0
     what = f"{config.eval.split}{'_roles' if roles else ''}"
     name = f"{what}_{'model' if step is None else f'step_{step:06d}'}.json"
     path = output or config.run_dir / "evals" / name

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rti_jax.config import ConfigError, HostsConfig
+from rti_jax.config import Config, ConfigError, HostsConfig
 from rti_jax.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Hosts:
     def __init__(self, index: int = 0, count: int = 1, client: Any = None, stall_timeout: float = 0.0):
         self.index, self.count = index, count
         self._client = client
-        self._serial = 0
+        self._exchanges = self._collects = 0
         self._watchdog = Watchdog(client, index, count, stall_timeout) if client and count > 1 else None
 
     @property
@@ -57,14 +57,13 @@ class Hosts:
         """Every host's value, in the order of hosts. Returns when all have called it."""
         if self.alone:
             return [value]
-        self._serial += 1
+        self._exchanges += 1
         self._mark()
-        own = f"rti/exchange/{self.index}"
-        self._send(f"{own}/{self._serial}", value)
-        values = [
-            value if i == self.index else self._receive(f"rti/exchange/{i}/{self._serial}") for i in range(self.count)
-        ]
-        self._client.key_value_delete(f"{own}/{self._serial - 1}")  # all are in this exchange: they have read the last
+        keys = [f"rti/exchange/{i}/{self._exchanges}" for i in range(self.count)]
+        self._send(keys[self.index], value)
+        values = [value if i == self.index else self._receive(key) for i, key in enumerate(keys)]
+        # All are in this exchange, so that they have read the last one.
+        self._client.key_value_delete(f"rti/exchange/{self.index}/{self._exchanges - 1}")
         self._mark()
         return values
 
@@ -72,15 +71,15 @@ class Hosts:
         """Every host's value in process 0, in order; only its own elsewhere. Others do not wait for process 0."""
         if self.alone:
             return [value]
-        self._serial += 1
+        self._collects += 1
         self._mark()
         if not self.first:
-            self._send(f"rti/collect/{self.index}/{self._serial}", value)
+            self._send(f"rti/collect/{self.index}/{self._collects}", value)
             return [value]
         values = [value]
         for i in range(1, self.count):
-            values.append(self._receive(f"rti/collect/{i}/{self._serial}"))
-            self._client.key_value_delete(f"rti/collect/{i}/{self._serial}")
+            values.append(self._receive(f"rti/collect/{i}/{self._collects}"))
+            self._client.key_value_delete(f"rti/collect/{i}/{self._collects}")
         return values
 
     def from_first(self, function: Callable[[], T]) -> T:
@@ -168,6 +167,22 @@ def join(config: HostsConfig) -> Hosts:
     )
     done.set()
     return Hosts(index, count, distributed.global_state.client, config.stall_timeout)
+
+
+def own_servers(config: Config, hosts: Hosts) -> Config:
+    """The config with this host's share of the vLLM servers: one that two hosts updated would refuse the second.
+
+    Raises:
+      ConfigError: there are fewer servers than hosts.
+    """
+    if hosts.alone or config.engine.kind != "server":
+        return config
+    urls = config.engine.urls[hosts.index :: hosts.count]
+    if not urls:
+        raise ConfigError(
+            f"engine.urls has {len(config.engine.urls)} server(s) for {hosts.count} hosts; each needs at least one"
+        )
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
 
 
 def _addresses(config: HostsConfig) -> tuple[str, int, int]:

@@ -59,29 +59,43 @@ def row_multiple(mesh: Mesh, hosts: int = 1) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"] // hosts
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """State before the first update; moments are sharded as their parameters, everything else is replicated."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh))
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+    """State before the first update; moments are sharded as their parameters, everything else is replicated.
+
+    Args:
+      offload: moments are in the host's memory (JAX's memory kind pinned_host), on the device during an update alone.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh, offload=offload))
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), shardings.step))
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
+def abstract_state(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh, *, offload: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of the state before the first update, from those of the parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.eval_shape(optimizer.init, params)
-    shardings = _moment_shardings(shapes, params, replicated)
+    shardings = _moment_shardings(shapes, params, replicated, "pinned_host" if offload else None)
     opt_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     return TrainState(params, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
 
 
-def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
-    """Sharding of each leaf of an optimizer state: its parameter's where its path ends in a parameter's path."""
+def _moment_shardings(shapes: Any, params: Any, other: NamedSharding, memory: str | None) -> Any:
+    """Sharding of each leaf of an optimizer state: its parameter's where its path ends in a parameter's path.
+
+    Args:
+      memory: kind of memory of these leaves; None: their parameter's.
+    """
     of_path = {path: leaf for path, leaf in jax.tree.leaves_with_path(params)}
 
     def sharding(path, leaf):
         owner = next((of_path[path[i:]] for i in range(len(path)) if path[i:] in of_path), None)
-        return owner.sharding if owner is not None and owner.shape == leaf.shape else other
+        if owner is None or owner.shape != leaf.shape:
+            return other
+        return owner.sharding.with_memory_kind(memory) if memory else owner.sharding
 
     return jax.tree.map_with_path(sharding, shapes)
 
@@ -131,6 +145,7 @@ class Update:
         self._on_policy, self._norms_by_source = on_policy, norms_by_source
         self._rate = learning_rate(config.optimizer, total_updates(config))
         self._compiled: dict[str, Callable] = {}
+        self._moments: Any = None  # shardings of an offloaded optimizer state while it is on the device
 
     def __call__(
         self, state: TrainState, microbatches: Sequence[TrainBatch], corrected: Sequence[bool] | None = None
@@ -192,6 +207,8 @@ class Update:
 
     def _compile(self, state: TrainState) -> None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
+        if any(s.memory_kind == "pinned_host" for s in jax.tree.leaves(shardings.opt_state)):
+            self._moments = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings.opt_state)
         replicated = NamedSharding(self._mesh, PartitionSpec())
         zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
         norms = lambda total, part: {  # noqa: E731
@@ -242,6 +259,8 @@ class Update:
 
     def _apply(self, state: TrainState, gradients: Any, denominator: jax.Array) -> tuple[TrainState, dict]:
         self.traces["apply"] += 1
+        if self._moments is not None:
+            state = state._replace(opt_state=jax.device_put(state.opt_state, self._moments))
         gradients = jax.tree.map(lambda g: g / denominator, gradients)
         norm = optax.global_norm(gradients)
         finite = jnp.isfinite(norm)

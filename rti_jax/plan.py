@@ -275,7 +275,7 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             yield f"{said} ({result.bytes / GB:.1f} GB)"
 
     fixed = config.mesh.data * config.mesh.fsdp
-    if config.model.remat == "none":
+    if config.model.remat in ("none", "dots"):
         yield from tried("model.remat=full", model={"remat": "full"})
     for rows in sorted({r for r in (fixed, microbatch_rows(config) // 2) if r < microbatch_rows(config)}, reverse=True):
         yield from tried(f"batch.rows_per_microbatch={rows}", batch={"rows_per_microbatch": rows})

@@ -50,7 +50,7 @@ from rti_jax.checkpoint import Checkpoints
 from rti_jax.engine import Engine, GenerateRequest, make_engine
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
-from rti_jax.hosts import Hosts, join
+from rti_jax.hosts import Hosts, join, own_servers
 from rti_jax.joint_scoring import JointScorer
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
 from rti_jax.logprobs import Scorer
@@ -95,7 +95,7 @@ async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool
     """
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    config = _of_host(config, hosts)
+    config = own_servers(config, hosts)
     tasks = TaskSets.load(config)
     learner = Learner(config, load_policy(config), run, tasks, hosts)
     with Recorder(run.folder, config.steps, learner.step) if hosts.first else Unrecorded() as recorder:
@@ -108,26 +108,6 @@ async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool
         finally:
             if not (starting.done() and starting.exception()):
                 await (await starting).close()
-
-
-def _of_host(config: config_lib.Config, hosts: Hosts) -> config_lib.Config:
-    """The config with this host's share of the vLLM servers.
-
-    Raises:
-      ConfigError: a host would have no server, or no group.
-    """
-    if config.rollout.groups_per_step < hosts.count:
-        raise config_lib.ConfigError(
-            f"rollout.groups_per_step={config.rollout.groups_per_step} is less than one for each of {hosts.count} hosts"
-        )
-    if hosts.alone or config.engine.kind != "server":
-        return config
-    urls = config.engine.urls[hosts.index :: hosts.count]
-    if not urls:
-        raise config_lib.ConfigError(
-            f"engine.urls has {len(config.engine.urls)} server(s) for {hosts.count} hosts; each needs at least one"
-        )
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
 
 
 class TaskSets(NamedTuple):
@@ -163,7 +143,7 @@ class Learner:
     def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run, tasks: "TaskSets", hosts: Hosts):
         self.config, self.policy, self.hosts = config, policy, hosts
         optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
-        self.state = init_state(policy.params, optimizer, policy.mesh)
+        self.state = init_state(policy.params, optimizer, policy.mesh, offload=config.optimizer.offload)
         self.step = 0
         # One host looks for the newest good checkpoint, so that all take the same.
         newest = None if hosts.alone else hosts.from_first(lambda: checkpoint.newest(run.checkpoints))

@@ -101,13 +101,20 @@ class Watchdog:
         time.sleep(2 * self.interval)  # with process 0 the store goes, and the others would only see that
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self.interval):
-            report = json.dumps([socket.gethostname(), self._marks, self._place, self._life])
-            self._client.key_value_set(f"{BEATS}/{self._process}", report, allow_overwrite=True)
-            if failures := self._client.key_value_dir_get(FAILURES):
-                return self._end(failures[0][1])
-            if line := stuck(self._look(), self._limit):
-                return self._end(line)
+        try:
+            while not self._stopped.wait(self.interval):
+                if line := self._beat():
+                    return self._end(line)
+        except Exception as error:  # of the store, whatever its client raises
+            return self._end(f"host 0, which keeps the hosts' reports, does not answer ({type(error).__name__})")
+
+    def _beat(self) -> str | None:
+        """Reports, and looks at the reports of all; returns why the run has to end, if it has."""
+        report = json.dumps([socket.gethostname(), self._marks, self._place, self._life])
+        self._client.key_value_set(f"{BEATS}/{self._process}", report, allow_overwrite=True)
+        if failures := self._client.key_value_dir_get(FAILURES):
+            return failures[0][1]
+        return stuck(self._look(), self._limit)
 
     def _look(self) -> list[Beat]:
         """The newest report of every host; one that has never reported is at its start."""

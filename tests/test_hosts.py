@@ -1,5 +1,6 @@
 """Several hosts: a learner shared by two processes with uneven rows, what they tell each other, and who is stuck."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -7,16 +8,21 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
+from fakes import FakeEngine, Lookup, call, lookup_source, small_config, tiny_chat
 from stand_in import StandIn, make_config, make_groups, mesh
 from two_hosts import OPTIONS, train
 
-from rti_jax.config import ConfigError, HostsConfig
-from rti_jax.hosts import Hosts, join
+from rti_jax.config import Config, ConfigError, HostsConfig
+from rti_jax.evaluate import evaluate
+from rti_jax.hosts import Hosts, join, own_servers
+from rti_jax.joint_scoring import JointScorer
 from rti_jax.logprobs import Scorer
+from rti_jax.rollout import Player
 from rti_jax.watchdog import Beat, Watchdog, stuck
 
 HERE = pathlib.Path(__file__).parent
@@ -122,17 +128,112 @@ def test_a_stuck_host_is_named_and_all_end():
 
 
 class Store:
-    """The key-value store of one process's test."""
+    """jax.distributed's key-value store, for hosts that are threads."""
 
     def __init__(self):
         self.values = {}
+        self.changed = threading.Condition()
 
     def key_value_set(self, key, value, allow_overwrite=False):
-        assert allow_overwrite or key not in self.values
-        self.values[key] = value
+        with self.changed:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, 60)
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            for gone in [k for k in self.values if k == key or k.startswith(f"{key}/")]:
+                del self.values[gone]
 
     def key_value_dir_get(self, prefix):
-        return [(k, v) for k, v in self.values.items() if k.startswith(f"{prefix}/")]
+        with self.changed:
+            return [(k, v) for k, v in self.values.items() if k.startswith(f"{prefix}/")]
+
+    key_value_set_bytes, blocking_key_value_get_bytes = key_value_set, blocking_key_value_get
+
+
+def together(work, count=2):
+    """What `work(hosts)` returns on each of `count` hosts that run at once, and their store."""
+    store = Store()
+
+    def one(index):
+        with Hosts(index, count, store, stall_timeout=1e6) as hosts:
+            hosts._watchdog._end = lambda line: None  # a thread's failure must not end the tests
+            return work(hosts)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [job.result() for job in [pool.submit(one, i) for i in range(count)]], store
+
+
+class TestTogether:
+    def test_exchanges_stay_apart_and_leave_nothing_behind(self):
+        def work(hosts):
+            return [hosts.exchange((hosts.index, i)) for i in range(20)], hosts.collect("x" * hosts.index)
+
+        results, store = together(work, count=3)
+        for exchanged, _ in results:
+            assert exchanged == [[(host, i) for host in range(3)] for i in range(20)]
+        assert [collected for _, collected in results] == [["", "x", "xx"], ["x"], ["xx"]]
+        # of the exchanges only the last, at the end, is still there; everything collected is gone
+        assert {k.split("/")[1] for k in store.values} <= {"exchange", "beats"}
+        assert len([k for k in store.values if k.endswith("/parts")]) == 3
+
+    @pytest.mark.parametrize("patience", [None, 0.01])
+    def test_every_host_scores_the_same_rows_whoever_asks(self, patience):
+        def work(hosts):
+            calls = []
+
+            def score(rows):
+                calls.append(list(rows))
+                return [np.full(len(response), 10 * prompt[0] + len(response)) for prompt, response in rows]
+
+            async def episode(length):
+                return [float((await joint([((hosts.index,), (0,) * (i + 1))]))[0][0]) for i in range(length)]
+
+            async def episodes():
+                return await asyncio.gather(*map(episode, [3, 1] if hosts.index == 0 else [2, 0]))
+
+            async def everything():
+                nonlocal joint
+                joint = JointScorer(hosts, score, patience)
+                return await joint.during(episodes()), await joint.during(episodes())
+
+            joint = None
+            return asyncio.run(everything()), calls
+
+        ((first, one), (second, two)), _ = together(work)
+        assert one == two and sum(map(len, one)) == 12
+        assert first == ([[1.0, 2.0, 3.0], [1.0]],) * 2 and second == ([[11.0, 12.0], []],) * 2
+
+    def test_a_failure_while_scoring_is_that_hosts_own(self):
+        async def broken():
+            raise ValueError("an episode's bug")
+
+        hosts = Hosts(0, 2)  # would wait for ever if it met the other first
+        with pytest.raises(ValueError, match="bug"):
+            asyncio.run(JointScorer(hosts, None).during(broken()))
+
+    def test_an_evaluation_is_the_same_on_any_number_of_hosts(self):
+        config = small_config(eval={"trials": 2})
+        tasks, chat = Lookup.tasks(None, "test")[:5], tiny_chat()
+
+        def work(hosts):
+
+            def answer(request):  # differs from seed to seed, so that the wrong seed shows
+                return call("answer", code="X4711" if request.seed % 3 else "?")
+
+            player = Player(lookup_source(), chat, FakeEngine(chat, answer), config)
+            return asyncio.run(evaluate(player, tasks, config, hosts=hosts))
+
+        ((result, groups), (nothing, theirs)), _ = together(work)
+        alone, expected = work(Hosts())
+        assert result == alone and groups == expected and 0 < alone["kinds"]["all"]["pass@1"]["mean"] < 1
+        assert nothing is None and [g.task_id for g in theirs] == [t.id for t in tasks[1::2]]
 
 
 class TestWatchdog:
@@ -199,6 +300,13 @@ class TestAlone:
         shares = [Hosts(i, count).share(total) for i in range(count)]
         assert Hosts.in_order(shares) == list(range(total))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_servers_are_dealt_to_the_hosts():
+    config = Config(engine={"kind": "server", "urls": ["http://a", "http://b", "http://c"]})
+    assert [own_servers(config, Hosts(i, 2)).engine.urls for i in range(2)] == [["http://a", "http://c"], ["http://b"]]
+    with pytest.raises(ConfigError, match="3 server"):
+        own_servers(config, Hosts(3, 4))
 
 
 @pytest.mark.parametrize(
