@@ -19,7 +19,7 @@ from rti_jax.watchdog import Watchdog
 
 T = TypeVar("T")
 CHUNK = 2**20  # bytes of one value in the store
-FOR_EVER = 10**9  # milliseconds; the watchdog ends what waits too long
+POLL = 2000  # milliseconds of one wait in the store's client, during which no signal (Ctrl-C) is seen
 
 
 class Hosts:
@@ -59,11 +59,11 @@ class Hosts:
             return [value]
         self._exchanges += 1
         self._mark()
-        keys = [f"rti/exchange/{i}/{self._exchanges}" for i in range(self.count)]
+        keys = [f"hosts/exchange/{i}/{self._exchanges}" for i in range(self.count)]
         self._send(keys[self.index], value)
         values = [value if i == self.index else self._receive(key) for i, key in enumerate(keys)]
         # All are in this exchange, so that they have read the last one.
-        self._client.key_value_delete(f"rti/exchange/{self.index}/{self._exchanges - 1}")
+        self._client.key_value_delete(f"hosts/exchange/{self.index}/{self._exchanges - 1}")
         self._mark()
         return values
 
@@ -74,12 +74,12 @@ class Hosts:
         self._collects += 1
         self._mark()
         if not self.first:
-            self._send(f"rti/collect/{self.index}/{self._collects}", value)
+            self._send(f"hosts/collect/{self.index}/{self._collects}", value)
             return [value]
         values = [value]
         for i in range(1, self.count):
-            values.append(self._receive(f"rti/collect/{i}/{self._collects}"))
-            self._client.key_value_delete(f"rti/collect/{i}/{self._collects}")
+            values.append(self._receive(f"hosts/collect/{i}/{self._collects}"))
+            self._client.key_value_delete(f"hosts/collect/{i}/{self._collects}")
         return values
 
     def from_first(self, function: Callable[[], T]) -> T:
@@ -134,10 +134,19 @@ class Hosts:
             self._client.key_value_set_bytes(f"{key}/{i}", part)
 
     def _receive(self, key: str) -> Any:
-        parts = int(self._client.blocking_key_value_get(f"{key}/parts", FOR_EVER))
-        return pickle.loads(
-            b"".join(self._client.blocking_key_value_get_bytes(f"{key}/{i}", FOR_EVER) for i in range(parts))
-        )
+        parts = int(_wait_for(self._client.blocking_key_value_get, f"{key}/parts"))
+        get = self._client.blocking_key_value_get_bytes
+        return pickle.loads(b"".join(_wait_for(get, f"{key}/{i}") for i in range(parts)))
+
+
+def _wait_for(get: Callable[[str, int], T], key: str) -> T:
+    """The value of a key, whenever it comes: the watchdog ends what waits too long."""
+    while True:
+        try:
+            return get(key, POLL)
+        except Exception as error:  # the client has no type for it
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def join(config: HostsConfig) -> Hosts:

@@ -38,7 +38,7 @@ def plan_microbatches(
       Shapes (lines, bucket) with at most that many lines of row indices; empty and remaining ones are padding.
     """
     sizes = sorted(set(buckets))
-    counts = {b: -(-longest_lines * (sizes[-1] // b) // multiple) * multiple for b in sizes}
+    counts = line_counts(sizes, longest_lines, multiple)
     rests = {b: rest_lines(n, b, multiple) for b, n in counts.items()}
     if longest_lines * sizes[-1] >= LARGE:
         lines = fill_from_the_longest(lengths, sizes, counts, rests, packing)
@@ -54,6 +54,11 @@ def plan_microbatches(
             plan.append(((count, bucket), _deal(chosen[start : start + count], count, multiple)))
             start += count
     return plan
+
+
+def line_counts(buckets: Sequence[int], longest_lines: int, multiple: int) -> dict[int, int]:
+    """Lines of a full micro-batch of each bucket."""
+    return {b: -(-longest_lines * (max(buckets) // b) // multiple) * multiple for b in buckets}
 
 
 def rest_lines(count: int, bucket: int, multiple: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from rti_jax import chips, flops, memory, published, traffic
 from rti_jax.chips import Chip
 from rti_jax.config import Config, ConfigError, MeshConfig
-from rti_jax.packing import plan_microbatches
+from rti_jax.packing import line_counts
 
 DECODE_UTILIZATION = 0.6  # share of the memory's bandwidth that decoding reaches
 GB = 1e9
@@ -158,8 +158,7 @@ def estimate(model: Any, config: Config, chip: Chip) -> Estimate:
 def microbatch_rows(config: Config) -> int:
     """Rows of a micro-batch of the longest bucket on all devices, as batching.py makes it."""
     buckets, multiple = config.batch.buckets, config.mesh.data * config.mesh.fsdp
-    ((shape, _),) = plan_microbatches([max(buckets)], buckets, config.batch.rows_per_microbatch, multiple)
-    return shape[0]
+    return line_counts(buckets, config.batch.rows_per_microbatch, multiple)[max(buckets)]
 
 
 def engine_argument(config: Config, name: str, default: Any) -> Any:

@@ -5,6 +5,7 @@ exchanges) in the same order, so the host with the fewest marks is the one that 
 of life for the limit, every host names it, with the step and the phase that it has not left, and ends.
 """
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BEATS, FAILURES = "rti/beats", "rti/failures"
+BEATS, FAILURES = "hosts/beats", "hosts/failures"
 INTERVAL = 5.0  # seconds between two looks, at most
 
 
@@ -97,8 +98,9 @@ class Watchdog:
         """Tells the other hosts that this one ends; returns when they have had the time to see it."""
         line = f"host {self._process} ({socket.gethostname()}) failed in {self._place}: {reason}"
         self.stop()
-        self._client.key_value_set(f"{FAILURES}/{self._process}", line)
-        time.sleep(2 * self.interval)  # with process 0 the store goes, and the others would only see that
+        with contextlib.suppress(Exception):  # the store may be gone, and this host ends anyway
+            self._client.key_value_set(f"{FAILURES}/{self._process}", line)
+            time.sleep(2 * self.interval)  # with process 0 the store goes, and the others would only see that
 
     def _watch(self) -> None:
         try:

@@ -79,6 +79,7 @@ class TestTwoProcesses:
         kernel = np.ravel(alone[0].params["layers"]["mixer"]["kernel"])
         for result in both:
             np.testing.assert_allclose(result["kernel"], kernel, rtol=1e-5, atol=1e-6)
+            assert result["shard"] == [2, 16, 8]  # restored onto its shards, half over fsdp
 
     @pytest.mark.slow
     def test_hosts_compute_the_same_shapes(self, both):

@@ -97,7 +97,7 @@ def two(runs):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-        hosts = [f"hosts.coordinator={address}", "hosts.processes=2", "hosts.stall_timeout=120"]
+        hosts = [f"hosts.coordinator={address}", "hosts.processes=2", "hosts.stall_timeout=450"]
         with ThreadPoolExecutor(2) as pool:
             jobs = [
                 pool.submit(train, runs, "two", f"steps={steps}", *hosts, f"hosts.process_id={i}") for i in range(2)

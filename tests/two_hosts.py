@@ -85,6 +85,7 @@ def main(port, index, folder):
         )
         return {
             "devices": jax.device_count(),
+            "shard": list(state.params["layers"]["mixer"]["kernel"].addressable_shards[0].data.shape),
             "history": history,
             "shapes": shapes,
             "kernel": np.ravel(kernel).tolist(),
