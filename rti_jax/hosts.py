@@ -6,6 +6,7 @@ the key-value store of `jax.distributed`, where no device has to take part. What
 `exchange`, `collect`) is done by every process in the same order; process 0 differs only in what it writes.
 """
 
+import atexit
 import os
 import pickle
 import socket
@@ -33,6 +34,7 @@ class Hosts:
         self.index, self.count = index, count
         self._client = client
         self._exchanges = self._collects = 0
+        self._failure = 0  # exit code of the process, if it failed
         self._watchdog = Watchdog(client, index, count, stall_timeout) if client and count > 1 else None
 
     @property
@@ -115,6 +117,7 @@ class Hosts:
         if self.alone:
             return
         if error is not None:
+            self._failure = 130 if kind is KeyboardInterrupt else 2 if kind is ConfigError else 1
             self._watchdog.fail(" ".join(f"{kind.__name__}: {error}".split())[:300])
             return
         import jax
@@ -122,6 +125,13 @@ class Hosts:
         self.exchange(None)
         self._watchdog.stop()
         jax.distributed.shutdown()
+
+    def leave(self) -> None:
+        """At the process's exit: after a failure JAX's client would wait for hosts that do not come any more."""
+        if self._failure:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._failure)
 
     def _mark(self) -> None:
         self._watchdog.mark()
@@ -175,7 +185,9 @@ def join(config: HostsConfig) -> Hosts:
         cluster_detection_method="deactivate",  # detection would leave one GPU to a process; ours has all of its host
     )
     done.set()
-    return Hosts(index, count, distributed.global_state.client, config.stall_timeout)
+    hosts = Hosts(index, count, distributed.global_state.client, config.stall_timeout)
+    atexit.register(hosts.leave)
+    return hosts
 
 
 def own_servers(config: Config, hosts: Hosts) -> Config:

@@ -95,12 +95,13 @@ class Watchdog:
         self._thread.join()
 
     def fail(self, reason: str) -> None:
-        """Tells the other hosts that this one ends; returns when they have had the time to see it."""
+        """Tells the other hosts that this one ends. In process 0 it returns when they have had the time to see it."""
         line = f"host {self._process} ({socket.gethostname()}) failed in {self._place}: {reason}"
         self.stop()
         with contextlib.suppress(Exception):  # the store may be gone, and this host ends anyway
             self._client.key_value_set(f"{FAILURES}/{self._process}", line)
-            time.sleep(2 * self.interval)  # with process 0 the store goes, and the others would only see that
+            if self._process == 0:
+                time.sleep(2 * self.interval)  # the store goes with it, and the others would only see that
 
     def _watch(self) -> None:
         try:

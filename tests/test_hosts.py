@@ -104,28 +104,39 @@ class TestTwoProcesses:
         assert [r["refusal"] for r in both] == ["only process 0 knows"] * 2
 
 
-STUCK = """
+TROUBLE = """
 import sys, time
 from rti_jax.config import HostsConfig
 from rti_jax.hosts import join
 config = HostsConfig(coordinator=f"127.0.0.1:{sys.argv[1]}", processes=2, process_id=int(sys.argv[2]), stall_timeout=2)
 with join(config) as hosts:
     hosts.at("step 3, rollout")
-    if hosts.index == 1:
+    if hosts.index == 1 and sys.argv[3] == "stuck":
         time.sleep(600)
+    if hosts.index == 1:
+        raise ValueError("a bug")
     hosts.exchange(None)
 """
 
 
 @pytest.mark.slow
 def test_a_stuck_host_is_named_and_all_end():
-    processes = pair(["-c", STUCK])
+    processes = pair(["-c", TROUBLE], "stuck")
     for index, process in enumerate(processes):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 1, errors
         line = next(text for text in errors.splitlines() if text.startswith("error:"))
         assert line.startswith("error: host 1 (") and "has not left step 3, rollout" in line
         assert "host 0 (" in line and f"this is host {index}" in line
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_ends_the_others_with_its_reason():
+    waiting, failing = pair(["-c", TROUBLE], "failing")
+    own, errors = failing.communicate(timeout=120)[1], waiting.communicate(timeout=120)[1]
+    assert (failing.returncode, waiting.returncode) == (1, 1), errors + own
+    assert "ValueError: a bug" in own
+    assert " failed in step 3, rollout: ValueError: a bug; this is host 0" in errors
 
 
 class Store:
