@@ -19,9 +19,9 @@ ATTENTION = ("auto", "blockwise", "cudnn", "splash")
 REMAT = ("none", "dots", "full", "offload")
 BATCH_AXES = ("data", "fsdp")  # mesh axes that split the rows
 
-LAYER_INPUT = "layer_input"
+LAYER_INPUT, PRODUCT = "layer_input", "product"
 POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # a policy by primitive does not see into `project`
     "full": None,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -121,7 +121,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = project(x, self.kernel[...])
+        y = checkpoint_name(project(x, self.kernel[...]), PRODUCT)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
