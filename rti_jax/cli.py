@@ -166,6 +166,7 @@ def _load_policy(
         from rti_jax import environments, export
 
         place = [f"runs_dir={json.dumps(str(path.parent))}", f"name={json.dumps(path.resolve().name)}"]
+        place.append('hosts.coordinator=""')  # of the training
         config = export.run_config(path, [*place, *overrides], environments.env_config)
         if step is None and not config.eval.endpoint.url:
             step = "newest"

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
     attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"  # cuDNN on GPU, splash on TPU, else blockwise
-    remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
+    remat: Literal["none", "dots", "full", "offload"] = "full"  # what is kept for the backward pass, docs/plan.md
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 
 
@@ -216,6 +216,7 @@ class OptimizerConfig(Section):
     b2: float = pydantic.Field(0.98, ge=0, lt=1)  # ours
     clip_norm: float = pydantic.Field(1.0, gt=0)  # ours
     muon_lr: float = pydantic.Field(0.02, gt=0, allow_inf_nan=False)  # matrices, with name = muon
+    offload: bool = False  # moments in the host's memory between updates
     minibatches: int = pydantic.Field(1, ge=1)  # optimizer steps per batch; ours (with one, the ratio is 1)
 
 
@@ -264,6 +265,29 @@ class PolicyEndpointConfig(Section):
     extra_body: dict[str, Any] = {}  # more fields of the request; null leaves one of ours out, e.g. {seed: null}
 
 
+class HostsConfig(Section):
+    """The processes of a run on several hosts, one each (docs/clusters.md)."""
+
+    coordinator: str = ""  # empty = this process alone; auto = SLURM, Open MPI, JobSet or TPU pod; or HOST:PORT
+    processes: int | None = pydantic.Field(None, ge=1)  # with HOST:PORT (of process 0): how many there are
+    process_id: int | None = pydantic.Field(None, ge=0)  # with HOST:PORT: which one this is, from 0
+    start_timeout: int = pydantic.Field(300, ge=1)  # seconds to wait for the others at the start
+    stall_timeout: float = pydantic.Field(1800.0, gt=0)  # seconds without a sign of life until a host counts as stuck
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self):
+        if self.coordinator in ("", "auto"):
+            return self
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"coordinator={self.coordinator!r}: give HOST:PORT of process 0, or auto")
+        if self.processes is None or self.process_id is None:
+            raise ValueError("coordinator=HOST:PORT needs hosts.processes and hosts.process_id")
+        if self.process_id >= self.processes:
+            raise ValueError(f"process_id={self.process_id} of {self.processes} processes: they count from 0")
+        return self
+
+
 class EvalConfig(Section):
     every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
     trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
@@ -308,6 +332,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -354,6 +379,17 @@ class Config(Section):
                 )
         if self.engine.weight_transfer == "file" and not self.engine.weights_dir:
             raise ValueError("engine.weight_transfer=file needs engine.weights_dir, a folder that every engine sees")
+        if self.optimizer.offload and self.rti.replay.rows:
+            raise ValueError("optimizer.offload=true: role replay (rti.replay.rows) needs the moments on the device")
+        if self.hosts.coordinator:
+            if self.loss.baseline != "none":
+                raise ValueError(
+                    f"loss.baseline={self.loss.baseline}: not with hosts.coordinator yet, on one host only"
+                )
+            if self.rollout.max_rounds > 1:
+                raise ValueError(
+                    f"rollout.max_rounds={self.rollout.max_rounds}: not with hosts.coordinator yet, on one host only"
+                )
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
         if not self.name or pathlib.PurePath(self.name).name != self.name:

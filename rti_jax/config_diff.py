@@ -15,6 +15,7 @@ HARMLESS = (
     "stop",
     "engine",
     "mesh",
+    "hosts",
     "rollout.concurrency",
     "rollout.episode_timeout",
     "rollout.step_timeout",
@@ -22,6 +23,7 @@ HARMLESS = (
     "model.attention",
     "model.remat",
     "model.scan_layers",
+    "optimizer.offload",
     "batch",
 )
 

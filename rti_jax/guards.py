@@ -21,10 +21,11 @@ class Guards:
 
     Args:
       folder: the run folder, where the batch of a first update that is not finite is written.
+      host: number of this process, each of which writes its rows of such a batch.
     """
 
-    def __init__(self, config: StopConfig, folder: pathlib.Path):
-        self._config, self._folder = config, folder
+    def __init__(self, config: StopConfig, folder: pathlib.Path, host: int = 0):
+        self._config, self._folder, self._host = config, folder, host
         self._nonfinite = self._empty = 0  # steps in a row
 
     def check(self, step: int, metrics: Mapping[str, float], packed: Sequence[PackedBatch]) -> None:
@@ -32,7 +33,8 @@ class Guards:
         if metrics.get("optimizer/updates"):
             self._nonfinite = self._nonfinite + 1 if metrics.get("optimizer/skipped") else 0
         if self._nonfinite == 1 and metrics.get("optimizer/skipped"):
-            path = dump(packed, self._folder / f"nonfinite_step_{step:06d}.npz")
+            own = f"_host_{self._host}" if self._host else ""
+            path = dump(packed, self._folder / f"nonfinite_step_{step:06d}{own}.npz")
             logger.warning("the gradient of step %d is not finite and was left out; its batch is in %s", step, path)
         if self._nonfinite >= self._config.nonfinite_steps:
             raise RunStopped(

@@ -73,6 +73,9 @@ NAMES: dict[str, str] = {
     "batch/tokens": "tokens in the packed rows, padding excluded",
     "batch/trained_tokens": "tokens with a loss: the policy's, the corrector's, a teacher's",
     "batch/padding_fraction": "share of the packed rows that is padding",
+    "batch/buckets": "row lengths (batch.buckets) that were used",
+    "compile/programs": "programs of the update that this process has compiled since it started; constant once each "
+    "shape was seen",
     "groups/dropped": "groups with fewer than two valid members: not trained",
     "groups/filtered": "groups without a gradient that were left out (loss.variant=dapo)",
     "groups/flat": "groups whose rewards are all equal: advantage 0, in the denominators",

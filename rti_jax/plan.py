@@ -18,7 +18,7 @@ from rti_jax import chips, flops, memory, published, traffic
 from rti_jax.chips import Chip
 from rti_jax.config import Config, ConfigError, MeshConfig
 from rti_jax.launcher import engine_share
-from rti_jax.packing import plan_microbatches
+from rti_jax.packing import line_counts
 
 DECODE_UTILIZATION = 0.6  # share of the memory's bandwidth that decoding reaches
 GB = 1e9
@@ -182,8 +182,7 @@ def teacher_of(model: Any, config: Config) -> Any:
 def microbatch_rows(config: Config) -> int:
     """Rows of a micro-batch of the longest bucket on all devices, as batching.py makes it."""
     buckets, multiple = config.batch.buckets, config.mesh.data * config.mesh.fsdp
-    ((shape, _),) = plan_microbatches([max(buckets)], buckets, config.batch.rows_per_microbatch, multiple)
-    return shape[0]
+    return line_counts(buckets, config.batch.rows_per_microbatch, multiple)[max(buckets)]
 
 
 def engine_argument(config: Config, name: str, default: Any) -> Any:
@@ -305,7 +304,7 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             yield f"{said} ({result.bytes / GB:.1f} GB)"
 
     fixed = config.mesh.data * config.mesh.fsdp
-    if config.model.remat == "none":
+    if config.model.remat in ("none", "dots"):
         yield from tried("model.remat=full", model={"remat": "full"})
     for rows in sorted({r for r in (fixed, microbatch_rows(config) // 2) if r < microbatch_rows(config)}, reverse=True):
         yield from tried(f"batch.rows_per_microbatch={rows}", batch={"rows_per_microbatch": rows})

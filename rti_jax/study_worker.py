@@ -66,15 +66,18 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
     """
     from rich.console import Console
 
-    from rti_jax import runs, weight_sync
+    from rti_jax import hosts, runs, weight_sync
     from rti_jax.engine_session import EngineSession
     from rti_jax.metrics import Recorder
+    from rti_jax.run_tasks import RunTasks
     from rti_jax.runtime import load_policy
-    from rti_jax.train import Learner, TaskSets, Trainer
+    from rti_jax.train import Trainer
+    from rti_jax.training_state import Learner
 
+    hosts.only_one(config.hosts, "rti reproduce")
     run = runs.open_run(config)
     with runs.locked(run), open(run.folder / "log.txt", "a") as log:
-        tasks, policy = TaskSets.load(config), load_policy(config)
+        tasks, policy = RunTasks.load(config), load_policy(config)
         engine, others = await engines.policy(config), await engines.frozen(config)
         session = await EngineSession.begin(engine, weight_sync.FlaxWeights(policy.model, policy.params))
         learner = Learner(config, policy, run, tasks)

@@ -10,7 +10,7 @@ from rti_jax import batching, distillation
 from rti_jax.config import Config, ConfigError
 from rti_jax.runs import Run
 from rti_jax.runtime import load_policy
-from rti_jax.train import Learner
+from rti_jax.training_state import Learner
 from rti_jax.types import Group, Status, Trajectory, Turn
 from tests.fakes import tiny_tokenizer
 
