@@ -443,6 +443,7 @@ def _shutdown(vllm: _VLLM, loop: LoopThread, weights: weight_sync.Payload) -> No
     try:
         vllm.end()
     finally:
+        vllm.llm = None  # its destructor would complain at the interpreter's end
         loop.stop()
         weights.close()
 
