@@ -384,6 +384,15 @@ class TestAgree:
         cells = 2 * sum(b.tokens.size for b in agreed[0].microbatches)
         assert agreed[0].metrics["batch/padding_fraction"] == pytest.approx(1 - whole["batch/tokens"] / cells)
 
+    def test_extremes_are_those_of_all(self, parts):
+        own, _, settings_ = parts
+        found = {"reweight/min_edited": 0.8, "reweight/max_edited": 1.0}, {"reweight/min_edited": 0.9}
+        found[1]["reweight/max_edited"] = 1.2
+        outlines = [p.outline._replace(extremes=e) for p, e in zip(own, found, strict=True)]
+        for part in own:
+            agreed = batching.agree(part, outlines, settings_)
+            assert agreed.extremes == {"reweight/min_edited": 0.8, "reweight/max_edited": 1.2}
+
     def test_a_host_without_rows_takes_part(self):
         settings_ = config()
         own = [batching.build(g, settings_, hosts=2) for g in ([simple("a", [1, 0], [3, 4])], [])]
