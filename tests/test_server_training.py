@@ -23,7 +23,7 @@ STEPS, GROUPS, SIZE = 4, 4, 4
 LIMIT = 500  # seconds that no quiet machine needs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_outlives_a_killed_server(tmp_path):
     environment = {
         **os.environ,
