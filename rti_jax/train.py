@@ -225,7 +225,7 @@ class Trainer:
         if hosts.from_first(path.is_file):
             return
         name = f"evaluation after {step} steps"
-        self._at(name)
+        self._tell(name)
         with self.recorder.episodes(name, len(hosts.share(len(held_out))) * self.config.eval.trials) as seen:
             result, groups = await evaluate.evaluate(
                 self.player, held_out, self.config, on_episode=hosts.living(seen), hosts=hosts
@@ -243,7 +243,7 @@ class Trainer:
         """How right the three roles are with the weights of now, on held-out tasks."""
         step, tasks = self.learner.step, task_sets.limited(self.tasks.held_out, self.config.eval.roles)
         own, name = self.hosts.share(len(tasks)), f"roles after {step} steps"
-        self._at(name)
+        self._tell(name)
         with self.recorder.episodes(name, len(own)) as seen:
             measuring = role_eval.measure(
                 self.player,
@@ -278,6 +278,9 @@ class Trainer:
     def _at(self, phase: str) -> None:
         """Says what is going on, to whoever watches and to the other hosts."""
         self.recorder.phase(phase)
+        self._tell(phase)
+
+    def _tell(self, phase: str) -> None:
         self.hosts.at(f"step {self.learner.step + 1}, {phase}")
 
     @contextlib.contextmanager
