@@ -12,11 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash")
-REMAT = ("none", "full")
+REMAT = ("none", "dots", "full", "offload")
 BATCH_AXES = ("data", "fsdp")  # mesh axes that split the rows
+
+LAYER_INPUT, PRODUCT = "layer_input", "product"
+POLICIES = {
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # a policy by primitive does not see into `project`
+    "full": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -35,7 +48,8 @@ class Execution:
     Attributes:
       dtype: of activations and of the parameters where they are used; "float32" or "bfloat16".
       attention: "auto" is cudnn on GPU, splash on TPU, blockwise elsewhere.
-      remat: "full" recomputes each layer in the backward pass.
+      remat: what the backward pass finds: "none" all it needs; "dots" the layers' products with weights, the rest is
+        recomputed; "full" each layer's input; "offload" the same, kept in the host's memory meanwhile.
       scan_layers: one compiled layer for all of them; False unrolls, which is faster for tiny models on CPU.
       mesh: devices (axes data, fsdp, tensor) that activations are constrained to; None for one device.
     """
@@ -107,7 +121,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = project(x, self.kernel[...])
+        y = checkpoint_name(project(x, self.kernel[...]), PRODUCT)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -162,9 +176,14 @@ def run_layer(layer: nnx.Module, x: jax.Array, execution: Execution, *args: jax.
     def apply(x, parameters):
         return execution.constrain(nnx.merge(graph, parameters)(x, *args))
 
-    if execution.remat == "full":
-        apply = jax.checkpoint(apply, prevent_cse=not execution.scan_layers)
-    return apply(x, parameters)
+    if execution.remat == "none":
+        return apply(x, parameters)
+
+    def named(x, parameters):
+        return apply(checkpoint_name(x, LAYER_INPUT), parameters)
+
+    policy = POLICIES[execution.remat]
+    return jax.checkpoint(named, policy=policy, prevent_cse=not execution.scan_layers)(x, parameters)
 
 
 def run_layers(layers: nnx.Module, x: jax.Array, execution: Execution, *args: jax.Array, one=run_layer) -> jax.Array:

@@ -4,11 +4,14 @@ A row is what the engine saw: the first turn's prompt, the response, what was in
 for as long as each prompt repeats the ids before it exactly. Where a template drops earlier thinking a prompt is no
 extension, and a new row starts with that prompt as its context; nothing is merged or re-encoded.
 
-Denominators count the whole batch, so that micro-batches, packing and row order never change the loss.
+Denominators count the whole batch, so that micro-batches, packing and row order never change the loss. On several hosts
+each packs the rows of its own groups, and `agree` gives all of them the same shapes and the same denominator.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,30 +49,64 @@ class Row:
         return len(self.tokens)
 
 
+Ratio = tuple[float, float]  # numerator and denominator, each added over hosts
+
+
+class Outline(NamedTuple):
+    """What hosts tell each other of their parts of a batch; see `PackedBatch` for the fields."""
+
+    shapes: tuple[tuple[int, int], ...]
+    corrected: tuple[bool, ...]
+    trained: tuple[int, ...]
+    has_gradient: bool
+    counts: dict[str, float]
+    ratios: dict[str, Ratio]
+    extremes: dict[str, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """What one optimizer step consumes.
 
     Attributes:
       microbatches: arrays of few shapes, one per bucket; together they hold every row once.
+      corrected: of each micro-batch, whether it holds corrected tokens, or LUFFY's teacher's (on any host).
       trajectory_ids: what `TrainBatch.trajectory` indexes.
+      trained: trained tokens of each of these trajectories.
       has_gradient: False if every advantage is 0.
-      metrics: counts and shares by name.
+      counts, ratios, extremes: what `metrics` is made of; an extreme is named .../min_... or .../max_...
     """
 
     microbatches: tuple[TrainBatch, ...]
+    corrected: tuple[bool, ...]
     trajectory_ids: tuple[str, ...]
+    trained: tuple[int, ...]
     has_gradient: bool
-    metrics: dict[str, float]
+    counts: Mapping[str, float]
+    ratios: Mapping[str, Ratio]
+    extremes: Mapping[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Counts, shares and extremes by name."""
+        shares = {name: part / whole if whole else 0.0 for name, (part, whole) in self.ratios.items()}
+        return {**self.counts, **shares, **self.extremes}
+
+    @property
+    def outline(self) -> Outline:
+        shapes = tuple(b.tokens.shape for b in self.microbatches)
+        values = dict(self.counts), dict(self.ratios), dict(self.extremes)
+        return Outline(shapes, self.corrected, self.trained, self.has_gradient, *values)
 
 
 def build(
-    groups: Sequence[Group], config: Config, *, row_multiple: int = 1, leave_out_flat: bool = False
+    groups: Sequence[Group], config: Config, *, row_multiple: int = 1, leave_out_flat: bool = False, hosts: int = 1
 ) -> PackedBatch:
     """Packs complete groups (after replacement) for one update.
 
     Args:
-      row_multiple: the rows of every micro-batch are a multiple of this (devices that share them).
+      row_multiple: the rows of every micro-batch are a multiple of this (devices here that share them).
+      hosts: the rows of a micro-batch are divided among so many.
       leave_out_flat: rows without a gradient are not computed. They stay in the denominators, so the loss is the
         same; only metrics that average over tokens see fewer. Not possible with a term that every token has.
 
@@ -92,20 +129,80 @@ def build(
         if assigned.advantages[t.id] or not leave_out_flat
         for row in trajectory_rows(t, i, assigned.advantages[t.id], scales[i], config)
     ]
-    batches = microbatches(rows, denominator, config.batch, row_multiple)
+    here = config.batch.model_copy(update={"rows_per_microbatch": -(-config.batch.rows_per_microbatch // hosts)})
+    batches = microbatches(rows, denominator, here, row_multiple)
     for batch in batches:
         check_authors(batch)
-    metrics = _metrics(trajectories, trained, assigned, batches)
+    counts, ratios = _counts(trajectories, trained, assigned, batches)
+    extremes: dict[str, float] = {}
     if config.reweight.enabled:
-        metrics |= weight_statistics(
-            [turn for t in trajectories for turn in t.corrected_turns], config.reweight.epsilon_cal
-        )
-    return PackedBatch(tuple(batches), tuple(t.id for t in trajectories), assigned.has_gradient, metrics)
+        turns = [turn for t in trajectories for turn in t.corrected_turns]
+        for kind, weights in weight_statistics(turns, config.reweight.epsilon_cal).items():
+            extremes |= {f"reweight/min_{kind}": weights.least, f"reweight/max_{kind}": weights.largest}
+            ratios[f"reweight/mean_{kind}"] = weights.total, weights.count
+    corrected = tuple(bool((b.author == other_author(config.loss)).any()) for b in batches)
+    ids = tuple(t.id for t in trajectories)
+    return PackedBatch(tuple(batches), corrected, ids, tuple(trained), assigned.has_gradient, counts, ratios, extremes)
 
 
-def split_groups(groups: Sequence[Group], minibatches: int) -> list[list[Group]]:
-    """Whole groups dealt in turn to at most `minibatches` optimizer steps; none of them is empty."""
-    return [list(groups[i::minibatches]) for i in range(min(minibatches, len(groups)))]
+def agree(own: PackedBatch, outlines: Sequence[Outline], config: Config) -> PackedBatch:
+    """This host's part of a batch that all hosts compute together.
+
+    Every host gets as many micro-batches of each shape as any of them has, those it lacks empty, and the denominator
+    over all trajectories: the loss is that of one host with all rows.
+
+    Args:
+      own: of this host. outlines: of every host, in the order of hosts.
+    """
+    if len(outlines) == 1:
+        return own
+    trained = [count for o in outlines for count in o.trained]
+    denominator = aggregation(trained, config.loss, config.sampling.max_tokens)[1]
+    waiting: dict[tuple[int, int], list[TrainBatch]] = collections.defaultdict(list)
+    for batch in own.microbatches:
+        waiting[batch.tokens.shape].append(batch._replace(denominator=np.float32(denominator)))
+    batches, corrected = [], []
+    for shape in sorted({s for o in outlines for s in o.shapes}, key=lambda s: s[::-1]):
+        flags = [[c for s, c in zip(o.shapes, o.corrected, strict=True) if s == shape] for o in outlines]
+        for i in range(max(map(len, flags))):
+            batches.append(waiting[shape].pop(0) if waiting[shape] else empty(shape, denominator))
+            corrected.append(any(f[i] for f in flags if i < len(f)))
+    counts = collections.Counter[str]()
+    ratios: dict[str, Ratio] = {}
+    extremes: dict[str, float] = {}
+    for outline in outlines:
+        counts.update(outline.counts)
+        for name, value in outline.extremes.items():
+            extremes[name] = (min if "/min_" in name else max)(value, extremes.get(name, value))
+        for name, (part, whole) in outline.ratios.items():
+            ratios[name] = tuple(np.add(ratios.get(name, (0.0, 0.0)), (part, whole)))
+    counts["batch/microbatches"] = len(batches)  # of all hosts together
+    counts["batch/buckets"] = len({b.tokens.shape[1] for b in batches})
+    cells = float(sum(b.tokens.size for b in batches) * len(outlines))
+    ratios["batch/padding_fraction"] = cells - counts["batch/tokens"], cells
+    has_gradient = any(o.has_gradient for o in outlines)
+    return dataclasses.replace(
+        own,
+        microbatches=tuple(batches),
+        corrected=tuple(corrected),
+        has_gradient=has_gradient,
+        counts={name: float(n) for name, n in counts.items()},
+        ratios=ratios,
+        extremes=extremes,
+    )
+
+
+def split_groups(
+    groups: Sequence[Group], minibatches: int, numbers: Sequence[int] | None = None, total: int | None = None
+) -> list[list[Group]]:
+    """Whole groups dealt in turn to at most `minibatches` optimizer steps; each gets some, if perhaps on other hosts.
+
+    Args:
+      numbers: of the groups among all hosts'; None counts from 0. total: how many all hosts have; None: these.
+    """
+    steps = min(minibatches, len(groups) if total is None else total)
+    numbered = list(zip(numbers or range(len(groups)), groups, strict=True))
+    return [[g for number, g in numbered if number % minibatches == i] for i in range(steps)]
 
 
 def aggregation(trained: Sequence[int], loss: LossConfig, max_tokens: int) -> tuple[np.ndarray, float]:
@@ -285,32 +382,38 @@ def check_authors(batch: TrainBatch) -> None:
         raise ValueError("packed batch: " + "; ".join(found))
 
 
-def _metrics(
+def _counts(
     trajectories: Sequence[Trajectory], trained: Sequence[int], assigned: GroupAdvantages, batches: Sequence[TrainBatch]
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, Ratio]]:
+    """Counts, and shares as numerator and denominator."""
     cells = sum(b.tokens.size for b in batches)
     used = sum(int((b.segment_ids > 0).sum()) for b in batches)
+    counts = {
+        "batch/trajectories": len(trajectories),
+        "batch/microbatches": len(batches),
+        "batch/buckets": len({b.tokens.shape[1] for b in batches}),
+        "batch/tokens": used,
+        "batch/trained_tokens": sum(trained),
+        "groups/dropped": assigned.dropped,
+        "groups/filtered": assigned.filtered,
+        "groups/flat": assigned.flat,
+    }
     taught = any(turn.teacher for t in trajectories for turn in t.turns)
     others = (Author.CORRECTOR, Author.TEACHER) if taught else (Author.CORRECTOR,)
-    return {
-        "batch/trajectories": float(len(trajectories)),
-        "batch/microbatches": float(len(batches)),
-        "batch/tokens": float(used),
-        "batch/trained_tokens": float(sum(trained)),
-        "batch/padding_fraction": 1.0 - used / cells if cells else 0.0,
-        "groups/dropped": float(assigned.dropped),
-        "groups/filtered": float(assigned.filtered),
-        "groups/flat": float(assigned.flat),
-        **{name: value for a in others for name, value in _shares(trajectories, sum(trained), a).items()},
-    }
+    shares = {"batch/padding_fraction": (cells - used, cells)}
+    for author in others:
+        shares |= _shares(trajectories, sum(trained), author)
+    return {name: float(value) for name, value in counts.items()}, shares
 
 
-def _shares(trajectories: Sequence[Trajectory], trained: int, author: Author) -> dict[str, float]:
+def _shares(trajectories: Sequence[Trajectory], trained: int, author: Author) -> dict[str, Ratio]:
     """Lambda: which part of the trained tokens, and of the trajectories, an author other than the policy wrote."""
     tokens = sum(len(turn.response_ids) for t in trajectories for turn in t.turns if turn.author is author)
     touched = sum(any(turn.author is author for turn in t.turns) for t in trajectories)
     name = author.name.lower()
-    return {
-        f"{name}/token_share": tokens / max(1, trained),
-        f"{name}/trajectory_share": touched / max(1, len(trajectories)),
-    }
+    return {f"{name}/token_share": (tokens, trained), f"{name}/trajectory_share": (touched, len(trajectories))}
+
+
+def other_author(loss: LossConfig) -> Author:
+    """Who writes trained tokens beside the policy: LUFFY's teacher, else the corrector."""
+    return Author.TEACHER if loss.baseline == "luffy" else Author.CORRECTOR

@@ -88,6 +88,7 @@ class Checkpoints:
         else:
             self._finish(writer, folder, text)
             self.wait()
+            _barrier(f"committed {step}")  # nobody goes on, or looks for it, before it counts
 
     def wait(self) -> None:
         """Waits until a save in the background is committed. Raises what went wrong in it."""
@@ -119,6 +120,15 @@ def save(directory: str | os.PathLike, step: int, state: TrainState, extra: dict
     """One save that is committed when it returns; see `Checkpoints` for saves in the background."""
     with Checkpoints(directory, keep) as checkpoints:
         checkpoints.save(step, state, extra)
+
+
+def newest(directory: str | os.PathLike) -> int | None:
+    """Step of the newest undamaged checkpoint, read for its checksums alone; None if no save was ever committed.
+
+    For several hosts: one looks, all restore the step that it found. Raises ConfigError as `restore`.
+    """
+    found = _newest_readable(directory, None, lambda folder: None)
+    return found and found[0]
 
 
 def restore(directory: str | os.PathLike, target: TrainState, step: int | None = None) -> Restored | None:

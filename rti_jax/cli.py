@@ -44,10 +44,11 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
     """(exit code, message) of an error that a user can act on; (None, "") of any other."""
     from rti_jax.config import ConfigError
     from rti_jax.engine_errors import EngineError
+    from rti_jax.guards import RunStopped
 
     if isinstance(error, ConfigError):
         return 2, str(error)
-    if isinstance(error, EngineError):
+    if isinstance(error, EngineError | RunStopped):
         return 1, str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
@@ -132,7 +133,7 @@ def train(ctx: typer.Context, config: ConfigPath, overrides: Overrides = None, d
     if dry_run:
         return _print_resolved(resolved)
     _check_model(resolved)
-    _launch(ctx)
+    _launch(ctx, resolved)
     from rti_jax import train as command
 
     _exit(command.main(resolved))
@@ -165,6 +166,7 @@ def _load_policy(
         from rti_jax import environments, export
 
         place = [f"runs_dir={json.dumps(str(path.parent))}", f"name={json.dumps(path.resolve().name)}"]
+        place.append('hosts.coordinator=""')  # of the training
         config = export.run_config(path, [*place, *overrides], environments.env_config)
         if step is None and not config.eval.endpoint.url:
             step = "newest"
@@ -225,7 +227,7 @@ def evaluate(
     one = [f"eval.split={names[0]}"] if len(names) == 1 else []
     several = [f"eval.splits=[{', '.join(names if len(names) > 1 else [])}]"] if names else []
     resolved, step = _load_policy(config, [*(overrides or []), *one, *several], endpoint, endpoint_model, step)
-    _launch(ctx)
+    _launch(ctx, None if resolved.eval.endpoint.url else resolved)
     from rti_jax import evaluate as command
 
     _exit(
@@ -281,7 +283,7 @@ def select(
     names = _splits(split)
     given = [*(overrides or []), *([f"eval.splits=[{', '.join(names)}]"] if names else [])]
     resolved, step = _load_policy(config, given, endpoint, endpoint_model, step)
-    _launch(ctx)
+    _launch(ctx, None if resolved.eval.endpoint.url else resolved)
     from rti_jax import select as command
 
     _exit(
@@ -459,10 +461,36 @@ def doctor(
     rti doctor configs/navigation_qwen3_8b.yaml model.path=/models/Qwen3-8B --fast
     """
     resolved = _load(config, overrides)
-    _launch(ctx)
+    _launch(ctx, resolved)
     from rti_jax import doctor as command
 
     _exit(command.main(resolved, fast=fast, as_json=as_json))
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other hosts.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.", min=1, max=65535)] = 8000,
+    owned: Annotated[int, typer.Option(hidden=True)] = 0,
+) -> None:
+    """Serve the policy of a config by vLLM, for rti train with engine.kind=server.
+
+    vLLM's own server with the arguments that follow from the config, and the routes for token ids and weight updates:
+    whoever reaches the port can change the weights, so keep it on a trusted network. docs/engines.md says more.
+
+    [bold]Examples[/bold]
+
+    rti serve configs/quickstart.yaml --port 8001
+
+    rti serve configs/navigation_qwen3_8b.yaml --host 0.0.0.0 engine.args={tensor_parallel_size: 4}
+    """
+    from rti_jax import config as config_lib
+    from rti_jax import serve as command
+
+    resolved = config_lib.load_config(config, overrides or [])
+    command.main(resolved, host=host, port=port, owned=owned)
 
 
 @app.command()
@@ -628,10 +656,13 @@ def _mesh(text: str) -> Any:
     return config.validate(data, config.MeshConfig, origin=lambda key: "--mesh: ")
 
 
-def _launch(ctx: typer.Context) -> None:
-    """What a computing command does first, once its input was checked; nothing where the app is called in a test."""
+def _launch(ctx: typer.Context, config: Any = None) -> None:
+    """What a computing command does first, once its input was checked; nothing where the app is called in a test.
+
+    `config` is given where JAX and vLLM may share GPUs.
+    """
     if ctx.obj:
-        ctx.obj()
+        ctx.obj(config)
 
 
 def _exit(code: int | None) -> None:
@@ -657,7 +688,7 @@ def _options(
 
 def main() -> None:
     """Entry point of the `rti` command."""
-    app(prog_name="rti", obj=launcher.relaunch)
+    app(prog_name="rti", obj=launcher.launch)
 
 
 if __name__ == "__main__":

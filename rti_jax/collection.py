@@ -1,11 +1,12 @@
 """The groups that a step trains: rollouts, then what the method or a baseline does to the groups that failed entirely.
 
 With `rollout.max_rounds` above 1 (DAPO's dynamic sampling, arXiv 2503.14476) a step plays further tasks until enough
-groups have a gradient, intervention included.
+groups have a gradient, intervention included. On several hosts each plays its share of the tasks.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from envs.base import Task
 from rti_jax import intervention, intervention_metrics, luffy, summary
@@ -13,17 +14,34 @@ from rti_jax.advantages import with_gradient
 from rti_jax.config import Config
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import sample_tasks
-from rti_jax.metrics import Recorder
-from rti_jax.roles import Roles
+from rti_jax.hosts import Hosts
+from rti_jax.joint_scoring import JointScorer
+from rti_jax.metrics import Recorder, Unrecorded
+from rti_jax.roles import Roles, added
 from rti_jax.rollout import Player
 from rti_jax.types import Group
+
+
+class Collected(NamedTuple):
+    """The groups of a step as they are trained.
+
+    Attributes:
+      own: of this host. numbers: of these among those of all hosts; total: how many these are.
+      everyone: of all hosts in process 0, elsewhere own. metrics: of all hosts; in process 0 alone all of them.
+    """
+
+    own: list[Group]
+    numbers: range
+    total: int
+    everyone: list[Group]
+    metrics: dict[str, float]
 
 
 class Collection:
     """Plays a step's groups.
 
     Args:
-      tasks: that are trained. score: the learner's scorer, for corrections. teacher: of LUFFY; None without it.
+      tasks: that are trained. scorer: the learner's, for corrections. teacher: of LUFFY; None without it.
       timed: context manager that adds to the seconds of a phase.
     """
 
@@ -33,22 +51,23 @@ class Collection:
         tasks: Sequence[Task],
         player: Player,
         roles: Roles,
-        score: intervention.Score,
+        scorer: JointScorer,
         teacher: luffy.Guide | None,
-        recorder: Recorder,
+        recorder: Recorder | Unrecorded,
         timed: Callable[[str], AbstractContextManager],
+        hosts: Hosts,
     ):
         self.config, self.tasks, self.player, self.roles, self.teacher = config, tasks, player, roles, teacher
-        self._score, self._recorder, self._timed = score, recorder, timed
+        self._scorer, self._recorder, self._timed, self._hosts = scorer, recorder, timed, hosts
         self._intervenes = config.rti.enabled and config.rti.attempts > 0
 
-    async def __call__(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """Groups of the step as they are trained, and their metrics.
+    async def __call__(self, step: int) -> Collected:
+        """Plays the groups of the step. Every host calls it.
 
         Raises:
           EngineError: not one episode could be played.
         """
-        rollout = self.config.rollout
+        rollout, hosts = self.config.rollout, self._hosts
         tasks: list[Task] = []
         played: list[Group] = []
         groups: list[Group] = []
@@ -56,28 +75,38 @@ class Collection:
         for n in range(rollout.max_rounds):
             drawn = step * rollout.max_rounds + n
             more = sample_tasks(self.tasks, drawn, rollout.groups_per_step, self.config.seed, rollout.mix)
-            fresh = await self._roll_out(more, step, n)
+            own = hosts.share(len(more))
+            fresh = await self._roll_out([more[i] for i in own], own, step, n)
             tasks, played = tasks + more, played + fresh
             helped, counts = await self._help(fresh, more, step)
             groups, guided = groups + helped, [*guided, counts]
             if len(with_gradient(groups)) >= rollout.groups_per_step:
                 break
-        if not any(g.valid for g in played):
+        if not any(hosts.exchange(any(g.valid for g in played))):
             raise EngineError(f"no episode of step {step + 1} could be played: {summary.first_error(played)}")
-        metrics = summary.group_metrics(played, tasks) | {"rollout/rounds": float(len(guided))}
+        trained = capped(groups, rollout.groups_per_step)
+        numbers = range(len(trained)) if hosts.alone else own  # on several hosts there is one round, and no surplus
+        gathered = hosts.collect((played, groups, self.roles.pop_usage() if self._intervenes else {}))
+        if not hosts.first:
+            return Collected(trained, numbers, len(tasks), trained, {"rollout/groups": float(len(tasks))})
+        before, after = (hosts.in_order([part[i] for part in gathered]) for i in (0, 1))
+        metrics = summary.group_metrics(before, tasks) | {"rollout/rounds": float(len(guided))}
         metrics |= {name: sum(counts[name] for counts in guided) for name in guided[0]}
         if self._intervenes:
-            metrics |= summary.after(groups) | intervention_metrics.statistics(groups, self.roles.pop_usage())
+            usage = added([part[2] for part in gathered])
+            metrics |= summary.after(after) | intervention_metrics.statistics(after, usage)
         elif self.teacher:
-            metrics |= summary.after(groups)
+            metrics |= summary.after(after)
         metrics["rollout/sampled_tokens"] = summary.sampled_tokens(metrics)
-        return capped(groups, rollout.groups_per_step), metrics
+        everyone = trained if hosts.alone else after
+        return Collected(trained, numbers, len(everyone), everyone, metrics)
 
-    async def _roll_out(self, tasks: Sequence[Task], step: int, n: int) -> list[Group]:
+    async def _roll_out(self, tasks: Sequence[Task], numbers: range, step: int, n: int) -> list[Group]:
         episodes = len(tasks) * self.config.rollout.group_size
         with self._timed("rollout"), self._recorder.episodes("rollouts", episodes) as seen:
             stream = "train" if n == 0 else f"train.{n}"
-            return await self.player.collect(tasks, step=step, stream=stream, on_episode=seen)
+            told = self._hosts.living(seen)
+            return await self.player.collect(tasks, step=step, stream=stream, numbers=numbers, on_episode=told)
 
     async def _help(
         self, groups: list[Group], tasks: Sequence[Task], step: int
@@ -90,10 +119,11 @@ class Collection:
             return groups, {}
         waiting = sum(map(intervention.triggered, groups))
         with self._timed("intervention"), self._recorder.episodes("interventions", waiting) as seen:
-            helped = await intervention.intervene(
-                groups, tasks, self.player, self.roles, self._score, self.config, step=step, on_episode=seen
+            told = self._hosts.living(seen)
+            work = intervention.intervene(
+                groups, tasks, self.player, self.roles, self._scorer, self.config, step=step, on_episode=told
             )
-        return helped, {}
+            return await self._scorer.during(work), {}
 
 
 def capped(groups: Sequence[Group], limit: int) -> list[Group]:

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
     attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"  # cuDNN on GPU, splash on TPU, else blockwise
-    remat: Literal["none", "full"] = "full"  # what is recomputed in the backward pass, per layer
+    remat: Literal["none", "dots", "full", "offload"] = "full"  # what is kept for the backward pass, docs/plan.md
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 
 
@@ -216,6 +216,7 @@ class OptimizerConfig(Section):
     b2: float = pydantic.Field(0.98, ge=0, lt=1)  # ours
     clip_norm: float = pydantic.Field(1.0, gt=0)  # ours
     muon_lr: float = pydantic.Field(0.02, gt=0, allow_inf_nan=False)  # matrices, with name = muon
+    offload: bool = False  # moments in the host's memory between updates
     minibatches: int = pydantic.Field(1, ge=1)  # optimizer steps per batch; ours (with one, the ratio is 1)
 
 
@@ -235,13 +236,21 @@ class MeshConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["vllm", "server"] = "vllm"  # vllm: beside the learner; server: vLLM servers at engine.urls
-    urls: list[str] = []  # servers, e.g. [http://host:8000]
+    kind: Literal["vllm", "server"] = "vllm"  # vllm: beside the learner; server: vLLM servers (docs/engines.md)
+    urls: list[str] = []  # servers that run already, e.g. [http://host:8000]
+    start: int = pydantic.Field(0, ge=0)  # servers that the trainer starts on its host, beside those of urls
+    devices: list[str] = []  # CUDA_VISIBLE_DEVICES of each started server, e.g. ["4,5", "6,7"]; empty = all see all
     args: dict[str, Any] = {}  # passed to vLLM as they are
     memory_fraction: float = pydantic.Field(0.5, gt=0, le=1)  # of each GPU, beside the learner
     frozen_fraction: float = pydantic.Field(0.2, gt=0, le=1)  # the same for each engine of a teacher or a role; ours
-    weight_transfer: Literal["auto", "shared_memory", "nccl", "ipc"] = "auto"  # how new weights reach the engine
+    sleep: bool = False  # the engine gives its GPU memory to the learner during the update (vLLM's sleep mode)
+    weight_transfer: Literal["auto", "shared_memory", "file", "nccl", "ipc"] = "auto"  # of new weights to the engine
     weights_dir: str = ""  # where weights are handed over; empty = shared memory (servers elsewhere: a shared folder)
+    restarts: int = pydantic.Field(3, ge=0)  # of a vLLM that we started, between two weight updates
+    restart_timeout: float = pydantic.Field(600.0, gt=0)  # seconds without any server before the run ends
+    request_timeout: float = pydantic.Field(600.0, gt=0)  # seconds of one request, then another server is asked
+    probe_seconds: float = pydantic.Field(10.0, gt=0)  # between two looks at a server; three times that is too slow
+    max_in_flight: int | None = pydantic.Field(None, ge=1)  # requests at once on a server; None = what it runs at once
 
 
 class PolicyEndpointConfig(Section):
@@ -256,6 +265,29 @@ class PolicyEndpointConfig(Section):
     extra_body: dict[str, Any] = {}  # more fields of the request; null leaves one of ours out, e.g. {seed: null}
 
 
+class HostsConfig(Section):
+    """The processes of a run on several hosts, one each (docs/clusters.md)."""
+
+    coordinator: str = ""  # empty = this process alone; auto = SLURM, Open MPI, JobSet or TPU pod; or HOST:PORT
+    processes: int | None = pydantic.Field(None, ge=1)  # with HOST:PORT (of process 0): how many there are
+    process_id: int | None = pydantic.Field(None, ge=0)  # with HOST:PORT: which one this is, from 0
+    start_timeout: int = pydantic.Field(300, ge=1)  # seconds to wait for the others at the start
+    stall_timeout: float = pydantic.Field(1800.0, gt=0)  # seconds without a sign of life until a host counts as stuck
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self):
+        if self.coordinator in ("", "auto"):
+            return self
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"coordinator={self.coordinator!r}: give HOST:PORT of process 0, or auto")
+        if self.processes is None or self.process_id is None:
+            raise ValueError("coordinator=HOST:PORT needs hosts.processes and hosts.process_id")
+        if self.process_id >= self.processes:
+            raise ValueError(f"process_id={self.process_id} of {self.processes} processes: they count from 0")
+        return self
+
+
 class EvalConfig(Section):
     every: int = pydantic.Field(0, ge=0)  # steps; 0 = only before and after
     trials: int = pydantic.Field(4, ge=1)  # paper: Pass@k and Pass^k, k = 1..4
@@ -267,6 +299,13 @@ class EvalConfig(Section):
     roles: int = pydantic.Field(0, ge=0)  # held-out tasks of each kind on which the three roles are measured as well
     keep_best: bool = False  # also keep the checkpoint of the best evaluation
     endpoint: PolicyEndpointConfig = PolicyEndpointConfig()
+
+
+class StopConfig(Section):
+    """What ends a run that goes on but no longer learns."""
+
+    nonfinite_steps: int = pydantic.Field(5, ge=1)  # steps in a row whose gradient is not finite; ours
+    dropped_steps: int = pydantic.Field(5, ge=1)  # steps in a row in which no group has two valid members; ours
 
 
 class CheckpointConfig(Section):
@@ -293,9 +332,11 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     batch: BatchConfig = BatchConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -323,8 +364,32 @@ class Config(Section):
                 "loss.variant=gspo has one ratio per sequence, so token weights have no place in it; "
                 "set reweight.enabled=false or rti.enabled=false"
             )
-        if self.engine.kind == "server" and not self.engine.urls:
-            raise ValueError("engine.kind=server needs engine.urls")
+        if self.engine.kind == "server" and not (self.engine.urls or self.engine.start):
+            raise ValueError("engine.kind=server needs engine.urls, or engine.start for servers on this host")
+        if self.engine.devices and len(self.engine.devices) != self.engine.start:
+            raise ValueError(
+                f"engine.devices names {len(self.engine.devices)} sets of devices for engine.start={self.engine.start} "
+                "servers; give one each"
+            )
+        for transfer, kind in (("nccl", "server"), ("ipc", "vllm")):
+            if self.engine.weight_transfer == transfer and self.engine.kind != kind:
+                raise ValueError(
+                    f"engine.weight_transfer={transfer} is for engine.kind={kind}: NCCL needs GPUs of its own on each "
+                    "side, CUDA IPC the same ones"
+                )
+        if self.engine.weight_transfer == "file" and not self.engine.weights_dir:
+            raise ValueError("engine.weight_transfer=file needs engine.weights_dir, a folder that every engine sees")
+        if self.optimizer.offload and self.rti.replay.rows:
+            raise ValueError("optimizer.offload=true: role replay (rti.replay.rows) needs the moments on the device")
+        if self.hosts.coordinator:
+            if self.loss.baseline != "none":
+                raise ValueError(
+                    f"loss.baseline={self.loss.baseline}: not with hosts.coordinator yet, on one host only"
+                )
+            if self.rollout.max_rounds > 1:
+                raise ValueError(
+                    f"rollout.max_rounds={self.rollout.max_rounds}: not with hosts.coordinator yet, on one host only"
+                )
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
         if not self.name or pathlib.PurePath(self.name).name != self.name:

@@ -12,8 +12,10 @@ HARMLESS = (
     "steps",
     "eval",
     "checkpoint",
+    "stop",
     "engine",
     "mesh",
+    "hosts",
     "rollout.concurrency",
     "rollout.episode_timeout",
     "rollout.step_timeout",
@@ -21,6 +23,7 @@ HARMLESS = (
     "model.attention",
     "model.remat",
     "model.scan_layers",
+    "optimizer.offload",
     "batch",
 )
 

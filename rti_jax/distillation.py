@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from rti_jax.config import Config, ConfigError
-from rti_jax.endpoints import FrozenServers
 from rti_jax.frozen import check_vocabulary
+from rti_jax.frozen_servers import FrozenServers
 from rti_jax.learner import make_logprobs_step
 from rti_jax.runtime import Policy, load_policy
 from rti_jax.types import TrainBatch

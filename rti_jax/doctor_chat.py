@@ -8,7 +8,7 @@ from envs.base import AssistantTurn, Message, ToolCall
 from rti_jax import batching, frozen, luffy
 from rti_jax.chat import Chat
 from rti_jax.doctor_records import Finding, Subject, failure, not_applicable, ok, warning
-from rti_jax.endpoints import FrozenServers
+from rti_jax.frozen_servers import FrozenServers
 from rti_jax.types import Group, Status, Trajectory, Turn
 from rti_jax.vllm_settings import text_config
 

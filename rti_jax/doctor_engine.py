@@ -59,7 +59,8 @@ async def engine(subject: Subject) -> Finding:
     subject.engine = await asyncio.to_thread(make_engine, subject.folder, subject.config)
     seconds = time.monotonic() - started
     if subject.config.engine.kind == "server":
-        return ok(f"{len(subject.config.engine.urls)} servers serve weights version {subject.engine.version}")
+        servers = len(subject.config.engine.urls) + subject.config.engine.start
+        return ok(f"{servers} servers serve weights version {subject.engine.version}")
     return ok(f"started in {seconds:.0f} s")
 
 

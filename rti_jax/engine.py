@@ -1,8 +1,9 @@
-"""The engine that samples: one protocol, vLLM beside the learner (here) or vLLM servers (endpoints.py).
+"""The engine that samples: one protocol, vLLM beside the learner (here) or vLLM servers (server_engine.py).
 
 Token ids in, token ids and their log-probabilities out; the log-probabilities are at the sampling temperature. A
 request's seed determines its tokens exactly, whatever else runs at the time. Every result says which version of the
-weights sampled it, and never mixes two: an update waits for the requests that run.
+weights sampled it, and never mixes two: an update waits for the requests that run. An engine that dies is started again
+with the weights of now, and what it was asked is asked again: the same seeds give the same answers.
 
 `VLLMEngine` is vLLM's AsyncLLM with its engine in a spawned process (JAX is threaded, so never forked). It owns a
 thread with an event loop, so that it can be used from any loop, and samples while the main thread is busy in JAX.
@@ -12,6 +13,7 @@ of a third one (28 s -> 20 s, it would import everything again), no torch.compil
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -24,7 +26,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,10 +34,11 @@ from rti_jax import weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
 from rti_jax.loop_thread import LoopThread
-from rti_jax.vllm_settings import QUIET, arguments, environment
+from rti_jax.vllm_settings import QUIET, arguments, environment, variables
 
 INSTALL = "vLLM is not installed: run `make install` in a checkout, or `pip install 'rti-jax[cpu]'` (cuda, tpu)"
 SHUTDOWN_SECONDS = 10.0
+logger = logging.getLogger(__name__)
 _STARTING = threading.Lock()  # one start at a time: it sets environment variables, and claims the new process
 
 
@@ -83,6 +86,18 @@ class Engine(Protocol):
     async def update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
         """Serves `tensors` (Hugging Face names, exactly the model's) as `version`; returns the confirmed version."""
 
+    async def checksums(self) -> dict[str, str]:
+        """A digest of every parameter as the engine holds it; takes a while, for looking into a fault."""
+
+    async def sleep(self) -> None:
+        """Gives the engine's accelerator memory to the learner (`engine.sleep`); no request may run."""
+
+    async def wake_up(self) -> None:
+        """Takes it back."""
+
+    def pop_metrics(self) -> dict[str, float]:
+        """engine/... metrics since the last call."""
+
     async def close(self) -> None:
         """Stops everything the engine started; may be called twice."""
 
@@ -98,48 +113,47 @@ def make_engine(model_path: str | os.PathLike, config: Config) -> Engine:
     """
     if not (pathlib.Path(model_path) / "config.json").is_file():
         raise ConfigError(f"model.path={model_path} is not a Hugging Face folder: it has no config.json")
-    if config.engine.weight_transfer not in ("auto", "shared_memory"):
-        raise ConfigError(
-            f"engine.weight_transfer={config.engine.weight_transfer} needs a torch process group in the trainer, which "
-            "a JAX learner has not; use auto or shared_memory"
-        )
     if config.engine.kind == "server":
-        from rti_jax.endpoints import ServerEngine
+        from rti_jax.server_engine import ServerEngine
 
         return ServerEngine(model_path, config)
     return VLLMEngine(model_path, config)
+
+
+def check_installed() -> None:
+    """Raises ConfigError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(INSTALL)
 
 
 class VLLMEngine:
     """vLLM in its own process on this machine. Use `close()`, or a `with` block around it."""
 
     def __init__(self, model_path: str | os.PathLike, config: Config):
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(INSTALL)
+        check_installed()
         self.version = 0
-        self.model_path = pathlib.Path(model_path)
-        self.dtype = config.model.dtype
-        self._weights_dir = config.engine.weights_dir
-        self._expected = weight_sync.expected_shapes(self.model_path)
+        self._config, self._model_path = config, pathlib.Path(model_path)
+        self._weights = weight_sync.Payload(model_path, config.model.dtype, config.engine.weights_dir)
         self._broken = ""
         self._requests = itertools.count()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._restarts = self._starts = 0  # since the last weight update; in all
         self._loop = LoopThread()
+        self._vllm = _VLLM()
+        self._transfer: Any = None  # between devices, where engine.weight_transfer asks for it
         with _STARTING:
             before = _engine_processes()
             try:
-                self._llm = self._loop.call(_start(self.model_path, config))
-            except BaseException as error:
-                # Ctrl-C included: vLLM's constructor has not returned, so nothing else knows the process it started.
+                self._loop.call(self._vllm.start(self._model_path, config))
+            except BaseException:
+                # Ctrl-C is raised here, while vLLM's constructor goes on in the loop: nothing else knows its process.
                 _end(_engine_processes() - before)
                 self._loop.stop()
-                if isinstance(error, Exception) and not isinstance(error, ConfigError):
-                    raise EngineError(f"vLLM did not start ({error}); VLLM_LOGGING_LEVEL=INFO shows its log") from error
                 raise
-            self._processes = _engine_processes() - before
-        self.max_context = self._llm.model_config.max_model_len
-        self.vocab_size = self._llm.model_config.get_vocab_size()
-        self._lock = asyncio.Lock()  # belongs to the engine's loop
-        self._finalizer = weakref.finalize(self, _shutdown, self._llm, self._loop, self._processes)
+        self.max_context = self._vllm.llm.model_config.max_model_len
+        self.vocab_size = self._vllm.llm.model_config.get_vocab_size()
+        self._updates, self._starting = asyncio.Lock(), asyncio.Lock()  # belong to the engine's loop
+        self._finalizer = weakref.finalize(self, _shutdown, self._vllm, self._loop, self._weights)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_alive()
@@ -148,6 +162,23 @@ class VLLMEngine:
     async def update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
         self._check_alive()
         return await self._loop.wrap(self._update_weights(tensors, version))
+
+    async def checksums(self) -> dict[str, str]:
+        self._check_alive()
+        workers = await self._loop.wrap(self._vllm.llm.compute_weight_checksums())
+        return {name: digest for worker in workers for name, digest in worker.items()}
+
+    async def sleep(self) -> None:
+        if self._config.engine.sleep:
+            await self._loop.wrap(self._vllm.llm.sleep(level=1, mode="wait"))
+
+    async def wake_up(self) -> None:
+        if self._config.engine.sleep:
+            await self._loop.wrap(self._vllm.llm.wake_up())
+
+    def pop_metrics(self) -> dict[str, float]:
+        counts, self._counts = self._counts, collections.Counter()
+        return {f"engine/{name}": float(counts[name]) for name in ("retried_requests", "restarts")}
 
     async def close(self) -> None:
         await asyncio.to_thread(self._finalizer)
@@ -159,6 +190,15 @@ class VLLMEngine:
         self._finalizer()
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        while True:
+            start = self._starts
+            try:
+                return await self._sample(request)
+            except EngineDiedError as error:
+                await self._start_again(start, error)
+                self._counts["retried_requests"] += 1
+
+    async def _sample(self, request: GenerateRequest) -> GenerateResult:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -174,8 +214,8 @@ class VLLMEngine:
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         name = f"{request.role}-{next(self._requests)}"
-        with self._translated():
-            async for output in self._llm.generate(prompt, params, name):
+        with _translated():
+            async for output in self._vllm.llm.generate(prompt, params, name):
                 final = output
         return self._result(final.outputs[0], request)
 
@@ -190,37 +230,100 @@ class VLLMEngine:
         return GenerateResult(ids, logprobs, output.finish_reason, versions.pop())
 
     async def _update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
-        async with self._lock:
+        async with self._updates:
             self._check_alive()
             weight_sync.check_version(version, self.version)
-            payload = weight_sync.payload(tensors, self._expected, self.dtype, self._weights_dir)
-            with contextlib.ExitStack() as stack:
-                path = await asyncio.to_thread(stack.enter_context, payload)
-                try:
-                    with self._translated():
-                        await self._load(path, version)
-                except BaseException as error:
-                    self._broken = f"the update to weights version {version} failed ({error!r})"
-                    if not isinstance(error, Exception):
-                        raise
-                    raise EngineDiedError(f"{self._broken}; start the engine again") from error
-            self.version = version
+            devices = self._config.engine.weight_transfer in weight_sync.DEVICE_BACKENDS
+            if devices:
+                self._weights.pass_by(tensors.shapes)
+            else:
+                await asyncio.to_thread(self._weights.write, tensors, version)
+            start = self._starts
+            try:
+                await (self._send(tensors, version) if devices else self._load())
+            except Exception as error:
+                # Half an update cannot be taken back: a new engine loads all of it.
+                await self._start_again(
+                    start, EngineDiedError(f"the update to weights version {version} failed ({error!r})")
+                )
+            except BaseException as error:
+                self._broken = f"the update to weights version {version} was interrupted ({error!r})"
+                raise
+            self.version, self._restarts = version, 0
             return version
 
-    async def _load(self, path: pathlib.Path, version: int) -> None:
+    async def _load(self) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        llm, aliases = self._llm, weight_sync.aliases(self._expected)
-        await llm.pause_generation(mode="wait", clear_cache=True)
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest({"path": str(path), "aliases": aliases}))
-        await llm.finish_weight_update(str(version))
-        if not await llm.reset_prefix_cache():
-            raise EngineError("vLLM did not reset its prefix cache, which still holds the old weights' keys and values")
-        confirmed = await llm.get_weight_version()
-        if confirmed != str(version):
-            raise EngineError(f"vLLM confirms weights version {confirmed}, not {version}")
-        await llm.resume_generation()
+        llm, version = self._vllm.llm, str(self._weights.version)
+        with _translated():
+            await llm.pause_generation(mode="wait", clear_cache=True)
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(self._weights.update))
+            await llm.finish_weight_update(version)
+        await self._confirm(version)
+
+    async def _send(self, weights: weight_sync.FlaxWeights, version: int) -> None:
+        """An update by vLLM's own engine between devices (not run: it needs CUDA)."""
+        llm, loop = self._vllm.llm, asyncio.get_running_loop()
+
+        def send() -> None:
+            from rti_jax import device_transfer
+
+            if self._transfer is None:
+                client = device_transfer.Client([device_transfer.calls(llm)], [0], loop)
+                aliases = weight_sync.aliases(self._weights.expected)
+                source = device_transfer.NamedTensors(weights.shapes, self._config.model.dtype, aliases)
+                kind = self._config.engine.weight_transfer
+                self._transfer = device_transfer.DeviceTransfer(kind, client, 0, source)
+            self._transfer.send(weights)
+
+        with _translated():
+            await llm.pause_generation(mode="wait", clear_cache=True)
+            await asyncio.to_thread(send)
+            await llm.update_weight_version(str(version))
+        await self._confirm(str(version))
+
+    async def _confirm(self, version: str) -> None:
+        """The end of an update: no old keys and values, the version confirmed, requests let in again."""
+        llm = self._vllm.llm
+        with _translated():
+            if not await llm.reset_prefix_cache():
+                raise EngineError(
+                    "vLLM did not reset its prefix cache, which still holds the old weights' keys and values"
+                )
+            confirmed = await llm.get_weight_version()
+            if confirmed != version:
+                raise EngineError(f"vLLM confirms weights version {confirmed}, not {version}")
+            await llm.resume_generation()
+
+    async def _start_again(self, start: int, error: EngineDiedError) -> None:
+        """A new engine with the weights of now, unless that has happened since `start`.
+
+        Raises EngineDiedError if it has been tried `engine.restarts` times since the last weight update.
+        """
+        async with self._starting:
+            if start != self._starts:
+                return
+            if self._broken or self._restarts >= self._config.engine.restarts:
+                self._broken = self._broken or str(error)
+                raise EngineDiedError(f"{self._broken}; start the engine again") from error
+            logger.warning("%s; starting it again", error)
+            self._restarts += 1
+            self._counts["restarts"] += 1
+            await asyncio.to_thread(self._vllm.end)
+            await asyncio.to_thread(_STARTING.acquire)
+            try:
+                await self._vllm.start(self._model_path, self._config)
+                if self._weights.version:
+                    await self._load()
+            except (EngineError, ConfigError) as again:
+                self._broken = str(again)
+                raise EngineDiedError(f"{error}, and does not start again: {again}") from again
+            finally:
+                _STARTING.release()
+            self._starts += 1
+            self._transfer = None
 
     def _check_alive(self) -> None:
         if not self._finalizer.alive:
@@ -228,18 +331,18 @@ class VLLMEngine:
         if self._broken:
             raise EngineDiedError(f"{self._broken}; start the engine again")
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """vLLM's exceptions as ours, one line each."""
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        try:
-            yield
-        except EngineDeadError as error:
-            self._broken = "vLLM's engine process died (VLLM_LOGGING_LEVEL=INFO shows its log)"
-            raise EngineDiedError(f"{self._broken}; start the engine again") from error
-        except ValueError as error:
-            raise EngineError(f"vLLM refused a request: {error}") from error
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """vLLM's exceptions as ours, one line each."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError("vLLM's engine process died (VLLM_LOGGING_LEVEL=INFO shows its log)") from error
+    except ValueError as error:
+        raise EngineError(f"vLLM refused a request: {error}") from error
 
 
 def admit(request: GenerateRequest, max_context: int, vocab_size: int) -> int:
@@ -262,40 +365,87 @@ def admit(request: GenerateRequest, max_context: int, vocab_size: int) -> int:
     return min(request.max_tokens, room)
 
 
-async def _start(model_path: pathlib.Path, config: Config):
-    """An AsyncLLM, ready; runs in the loop that will serve it."""
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed runs on CPU."""
     with environment(QUIET):
         # vLLM warns through a logger that it has not configured yet while it is imported.
         logging.getLogger("vllm").addHandler(logging.NullHandler())
-        from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+    return current_platform.is_cpu()
 
-    on_cpu = current_platform.is_cpu()
-    args = arguments(model_path, config, on_cpu=on_cpu)
+
+def check_arguments(args: dict[str, Any]) -> None:
+    """Raises ConfigError for an engine argument that vLLM does not have."""
+    from vllm import AsyncEngineArgs
+
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for key in args.keys() - set(known):
         near = difflib.get_close_matches(key, known, 1)
         raise ConfigError(f"engine.args.{key}: vLLM has no such argument" + (f"; nearest: {near[0]}" if near else ""))
-    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", weight_sync.OWNED_ENGINE: "1"}
-    if on_cpu:
-        variables |= {
-            # One core stays free for the trainer's side of the rollouts, as vLLM itself does by default.
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process; AsyncLLM still spawns that one
-        }
-    if args.get("enforce_eager"):
-        variables["TORCH_COMPILE_DISABLE"] = "1"
-    with environment(QUIET | variables):
+
+
+def serve(flags: list[str]) -> None:
+    """Runs vLLM's own server in this process, until it ends. (Its `vllm` command does not start where only the CPU
+    build, a package of another name, is installed.)"""
+    from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(flags)
+    ServeSubcommand().validate(args)
+    ServeSubcommand.cmd(args)
+
+
+class _VLLM:
+    """An AsyncLLM and the processes that it has started; may be started again after its end."""
+
+    def __init__(self):
+        self.llm: Any = None
+        self.processes: set = set()
+
+    async def start(self, model_path: pathlib.Path, config: Config) -> None:
+        """Makes it ready, in the loop that will serve it.
+
+        Raises:
+          ConfigError: an argument that vLLM does not have. EngineError: vLLM did not start.
+        """
+        before = _engine_processes()
+        try:
+            self.llm = _make(model_path, config)
+        except BaseException as error:
+            _end(_engine_processes() - before)
+            if isinstance(error, Exception) and not isinstance(error, ConfigError):
+                raise EngineError(f"vLLM did not start ({error}); VLLM_LOGGING_LEVEL=INFO shows its log") from error
+            raise
+        self.processes = _engine_processes() - before
+
+    def end(self) -> None:
+        """Ends it; blocks."""
+        try:
+            self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        finally:
+            _end(self.processes)
+
+
+def _make(model_path: pathlib.Path, config: Config):
+    cpu = on_cpu()
+    with environment(QUIET):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    args = arguments(model_path, config, on_cpu=cpu)
+    check_arguments(args)
+    if config.engine.sleep and cpu:
+        raise ConfigError("engine.sleep=true: vLLM has no sleep mode on CPU")
+    with environment(QUIET | variables(args, on_cpu=cpu) | {weight_sync.OWNED_ENGINE: "1"}):
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
 
 
-def _shutdown(llm, loop: LoopThread, processes: set) -> None:
+def _shutdown(vllm: _VLLM, loop: LoopThread, weights: weight_sync.Payload) -> None:
     try:
-        llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        vllm.end()
     finally:
-        _end(processes)
+        vllm.llm = None  # its destructor would complain at the interpreter's end
         loop.stop()
+        weights.close()
 
 
 def _engine_processes() -> set:

@@ -19,3 +19,23 @@ class WeightMismatchError(EngineError):
 
 class StaleVersionError(EngineError):
     """An update whose version is not above the one that the engine serves."""
+
+
+class ServerError(EngineError):
+    """One server cannot answer; another one may: it is gone, hangs, fails or serves other weights."""
+
+
+class UnreachableError(ServerError):
+    """A server is not there, or its connection broke."""
+
+
+class HungError(ServerError):
+    """A server took longer than it may."""
+
+
+class BusyError(ServerError):
+    """A server has too much to do: asked again, later or elsewhere."""
+
+
+class GarbageError(ServerError):
+    """A server's answer is not one."""

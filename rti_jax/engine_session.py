@@ -20,6 +20,7 @@ class EngineSession:
     @classmethod
     async def begin(cls, engine: Engine, tensors: Iterable[tuple[str, np.ndarray]]) -> "EngineSession":
         """Serves `tensors` (Hugging Face names, exactly the model's) as the session's version 0."""
+        engine.pop_metrics()  # the former run's
         return cls(engine, await engine.update_weights(tensors, engine.version + 1))
 
     @property
@@ -32,6 +33,18 @@ class EngineSession:
 
     async def update_weights(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> int:
         return await self._engine.update_weights(tensors, self._base + version) - self._base
+
+    async def checksums(self) -> dict[str, str]:
+        return await self._engine.checksums()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        await self._engine.wake_up()
+
+    def pop_metrics(self) -> dict[str, float]:
+        return self._engine.pop_metrics()
 
     async def close(self) -> None:
         """Nothing: the engine is its owner's."""

@@ -22,6 +22,7 @@ from envs.base import Task
 from rti_jax import config as config_lib
 from rti_jax import eval_play, eval_report, measure_roles, policies, rollout, runs, statistics, task_sets
 from rti_jax.environments import environment_source
+from rti_jax.hosts import Hosts, only_one
 from rti_jax.types import Group, Trajectory
 
 SAMPLING_STREAM = "eval"  # evaluation draws from a random stream of its own
@@ -86,18 +87,29 @@ def check_disjoint(trained: Sequence[Task], evaluated: Sequence[Task]) -> None:
 
 
 async def evaluate(
-    player: rollout.Player, tasks: Sequence[Task], config, on_episode: Callable[[Trajectory], None] | None = None
+    player: rollout.Player,
+    tasks: Sequence[Task],
+    config,
+    on_episode: Callable[[Trajectory], None] | None = None,
+    hosts: Hosts | None = None,
 ):
-    """Plays every task `eval.trials` times; returns (summary, groups)."""
-    groups = await player.collect(
-        tasks,
+    """Plays every task `eval.trials` times; returns (summary, groups).
+
+    On several hosts each plays its share of the tasks; process 0 returns what concerns all, the others (None, theirs).
+    """
+    hosts = hosts or Hosts()
+    own = hosts.share(len(tasks))
+    played = await player.collect(
+        [tasks[i] for i in own],
         config.eval.trials,
         step=0,
         stream=SAMPLING_STREAM,
+        numbers=own,
         sampling=eval_play.sampling(config),
         on_episode=on_episode,
     )
-    return summarize(tasks, groups, config.eval.trials, config.seed), groups
+    groups = hosts.in_order(hosts.collect(played))
+    return summarize(tasks, groups, config.eval.trials, config.seed) if hosts.first else None, groups
 
 
 def main(
@@ -122,6 +134,7 @@ def main(
     """
     if turns and not roles:
         raise config_lib.ConfigError("--turns goes with --roles")
+    only_one(config.hosts, "rti eval")
     if table:
         eval_report.check_table(table)
     step = policies.chosen_step(config, step)

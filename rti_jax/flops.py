@@ -43,10 +43,11 @@ class Flops:
 
         Attention computes its scores again in the backward pass (five products where the forward pass has two), the
         head its logits (models/attention.py, logprobs.py); rematerialisation runs each layer again, but for its
-        closing product.
+        closing product, or ("dots") what is no product with weights.
         """
         layers = self.matrices + self.recurrence
-        again = layers + self.attention - self.closing if remat == "full" else 0.0
+        whole = layers + self.attention - self.closing
+        again = {"none": 0.0, "dots": self.recurrence + self.attention, "full": whole, "offload": whole}[remat]
         return 3 * layers + 3.5 * self.attention + 4 * self.head + again
 
 

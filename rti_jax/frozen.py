@@ -41,8 +41,10 @@ async def serving(folders: Mapping[str, str], config: Config) -> AsyncIterator[d
     Args:
       folders: name -> Hugging Face folder.
     """
-    settings = config.engine.model_copy(update={"kind": "vllm", "memory_fraction": config.engine.frozen_fraction})
-    own = config.model_copy(update={"engine": settings})
+    given = {k: v for k, v in config.engine.args.items() if k != "gpu_memory_utilization"}  # the policy's share
+    settings = {"kind": "vllm", "memory_fraction": config.engine.frozen_fraction, "args": given}
+    settings["weight_transfer"] = "auto"
+    own = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
     engines: dict[str, Engine] = {}
     try:
         for folder in dict.fromkeys(folders.values()):

@@ -9,6 +9,7 @@ over data and fsdp, parameters and optimizer state as the model was born. A mode
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from rti_jax.batching import other_author
 from rti_jax.config import Config
 from rti_jax.logprobs import token_logprobs
 from rti_jax.losses import LossOutput, log_ratio, policy_loss
@@ -53,34 +55,48 @@ class Model(Protocol):
         """[D, V]."""
 
 
-def row_multiple(mesh: Mesh) -> int:
-    """Rows of a micro-batch must be a multiple of this: the devices that share them."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def row_multiple(mesh: Mesh, hosts: int = 1) -> int:
+    """Rows of a micro-batch must be a multiple of this: the devices that share them, of one of `hosts`."""
+    return mesh.shape["data"] * mesh.shape["fsdp"] // hosts
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """State before the first update; moments are sharded as their parameters, everything else is replicated."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh))
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+    """State before the first update; moments are sharded as their parameters, everything else is replicated.
+
+    Args:
+      offload: moments are in the host's memory (JAX's memory kind pinned_host), on the device during an update alone.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, optimizer, mesh, offload=offload))
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     return TrainState(params, opt_state, jax.device_put(jnp.zeros((), jnp.int32), shardings.step))
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh) -> TrainState:
+def abstract_state(
+    params: Any, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh, *, offload: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of the state before the first update, from those of the parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.eval_shape(optimizer.init, params)
-    shardings = _moment_shardings(shapes, params, replicated)
+    shardings = _moment_shardings(shapes, params, replicated, "pinned_host" if offload else None)
     opt_state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     return TrainState(params, opt_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
 
 
-def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
-    """Sharding of each leaf of an optimizer state: its parameter's where its path ends in a parameter's path."""
+def _moment_shardings(shapes: Any, params: Any, other: NamedSharding, memory: str | None) -> Any:
+    """Sharding of each leaf of an optimizer state: its parameter's where its path ends in a parameter's path.
+
+    Args:
+      memory: kind of memory of these leaves; None: their parameter's.
+    """
     of_path = {path: leaf for path, leaf in jax.tree.leaves_with_path(params)}
 
     def sharding(path, leaf):
         owner = next((of_path[path[i:]] for i in range(len(path)) if path[i:] in of_path), None)
-        return owner.sharding if owner is not None and owner.shape == leaf.shape else other
+        if owner is None or owner.shape != leaf.shape:
+            return other
+        return owner.sharding.with_memory_kind(memory) if memory else owner.sharding
 
     return jax.tree.map_with_path(sharding, shapes)
 
@@ -88,7 +104,7 @@ def _moment_shardings(shapes: Any, params: Any, other: NamedSharding) -> Any:
 def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[Any, TrainBatch], np.ndarray]:
     """(params, micro-batch) -> log pi of its tokens [B, T], by the forward pass that the update differentiates."""
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, ROWS))
     def logprobs(params, batch):
         return _forward(model, config, mesh, params, batch, entropy=False, entropy_gradient=False)[0]
 
@@ -128,12 +144,20 @@ class Update:
         self.traces: collections.Counter[str] = collections.Counter()
         self._model, self._config, self._mesh, self._optimizer = model, config, mesh, optimizer
         self._on_policy, self._norms_by_source = on_policy, norms_by_source
-        self._other = Author.TEACHER if config.loss.baseline == "luffy" else Author.CORRECTOR
+        self._other = other_author(config.loss)
         self._rate = learning_rate(config.optimizer, total_updates(config))
         self._compiled: dict[str, Callable] = {}
+        self._moments: Any = None  # shardings of an offloaded optimizer state while it is on the device
 
-    def __call__(self, state: TrainState, microbatches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
+    def __call__(
+        self, state: TrainState, microbatches: Sequence[TrainBatch], corrected: Sequence[bool] | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on micro-batches that share a denominator.
+
+        Args:
+          microbatches: this host's rows of each; every host gives as many, of the same shapes.
+          corrected: of each micro-batch, whether it holds tokens of another author than the policy (the corrector's,
+            or LUFFY's teacher's) on any host; None: as it is here.
 
         A gradient that is not finite leaves the state as it was; `optimizer/skipped` says so.
 
@@ -146,19 +170,26 @@ class Update:
         denominator = denominators.pop()
         if not self._compiled:
             self._compile(state)
+        if corrected is None:
+            corrected = [bool((b.author == self._other).any()) for b in microbatches]
         gradients = self._compiled["zeros"](state.params)
-        outputs, others = [], None
-        for batch in microbatches:
+        outputs, part = [], None
+        for batch, split in zip(microbatches, corrected, strict=True):
             arrays = put(batch, self._mesh)
-            if self._norms_by_source and (batch.author == self._other).any():
-                others = self._compiled["zeros"](state.params) if others is None else others
-                others = self._compiled["corrected"](state.params, others, arrays)
+            if self._norms_by_source and split:
+                part = self._compiled["zeros"](state.params) if part is None else part
+                part = self._compiled["corrected"](state.params, part, arrays)
             gradients, output = self._compiled["accumulate"](state.params, gradients, arrays)
             outputs.append(output)
-        norms = self._compiled["norms"](gradients, others) if others is not None else {}
+        norms = self._compiled["norms"](gradients, part) if part is not None else {}
         rate = float(self._rate(int(state.step)))
         state, applied = self._compiled["apply"](state, gradients, np.float32(denominator))
         return state, self._metrics(*jax.device_get((outputs, norms, applied)), denominator, rate)
+
+    @property
+    def programs(self) -> int:
+        """Programs that this process has compiled for updates so far: one more with each new shape of a micro-batch."""
+        return sum(function._cache_size() for function in self._compiled.values())
 
     def compiled_programs(self, name: str) -> int:
         """How many programs a function ("accumulate", "apply") was compiled to: one for each shape of a micro-batch."""
@@ -179,6 +210,8 @@ class Update:
 
     def _compile(self, state: TrainState) -> None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
+        if any(s.memory_kind == "pinned_host" for s in jax.tree.leaves(shardings.opt_state)):
+            self._moments = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings.opt_state)
         replicated = NamedSharding(self._mesh, PartitionSpec())
         zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
         norms = lambda total, part: {  # noqa: E731
@@ -233,6 +266,8 @@ class Update:
 
     def _apply(self, state: TrainState, gradients: Any, denominator: jax.Array) -> tuple[TrainState, dict]:
         self.traces["apply"] += 1
+        if self._moments is not None:
+            state = state._replace(opt_state=jax.device_put(state.opt_state, self._moments))
         gradients = jax.tree.map(lambda g: g / denominator, gradients)
         norm = optax.global_norm(gradients)
         finite = jnp.isfinite(norm)

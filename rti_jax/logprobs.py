@@ -127,7 +127,12 @@ def _unchunk(x: jax.Array) -> jax.Array:
 
 
 def _logits(hidden: jax.Array, head: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.einsum("BTD,DV->BTV", hidden, head, preferred_element_type=jnp.float32) * scale
+    return jnp.einsum("BTD,DV->BTV", hidden, head, preferred_element_type=_wide(hidden)) * scale
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    """What is accumulated in: float32, or float64 where a test computes in it."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _backward(columns, entropy, through, saved, cotangents):
@@ -146,11 +151,11 @@ def _backward(columns, entropy, through, saved, cotangents):
             slope = -probabilities * (table + _entropy(table)[..., None])
             d_logits += (_slice(cotangents[1], start, columns) * scale)[..., None] * slope
         d_logits = d_logits.astype(hidden.dtype)
-        d_head += jnp.einsum("BTD,BTV->DV", h, d_logits, preferred_element_type=jnp.float32)
+        d_head += jnp.einsum("BTD,BTV->DV", h, d_logits, preferred_element_type=_wide(h))
         return d_head, jnp.einsum("BTV,DV->BTD", d_logits, weights)
 
     starts = jnp.arange(0, hidden.shape[1], columns)
-    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, jnp.float32), starts)
+    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, _wide(hidden)), starts)
     return _unchunk(d_hidden), d_head.astype(head.dtype), None, None
 
 

@@ -74,11 +74,15 @@ def compute_weights(model: Any, mesh: Any) -> float:
 
 
 def activations(model: Any, tokens: int) -> float:
-    """What the forward pass keeps: each layer's input, without rematerialisation all that its gradient needs."""
+    """What the forward pass keeps on the device, by `Execution.remat`."""
+    layer, kinds = model.config.hidden_size * SIZES[model.execution.dtype], layer_kinds(model.config)
+    if model.execution.remat == "offload":
+        return float(tokens * 2 * layer)  # on the way to the host and back
     if model.execution.remat == "full":
-        layer = model.config.hidden_size * SIZES[model.execution.dtype]
         return float(tokens * model.config.num_hidden_layers * layer)
-    return float(tokens * sum(n * residuals(model, kind) for kind, n in layer_kinds(model.config).items()))
+    if model.execution.remat == "dots":
+        return float(tokens * sum(n * (layer + products(model, kind)) for kind, n in kinds.items()))
+    return float(tokens * sum(n * residuals(model, kind) for kind, n in kinds.items()))
 
 
 def workspaces(model: Any, mesh: Any, rows: int, length: int) -> dict[str, float]:
@@ -92,7 +96,7 @@ def workspaces(model: Any, mesh: Any, rows: int, length: int) -> dict[str, float
 
 def layer_workspace(model: Any, tokens: int) -> float:
     """Recomputed tensors and their gradients, and the layer's gathered weights and whole gradients."""
-    size, again = SIZES[model.execution.dtype], model.execution.remat == "full"
+    size, again = SIZES[model.execution.dtype], model.execution.remat != "none"
 
     def of(kind: str) -> float:
         weights = sum(math.prod(t.shape) for t in layer_tensors(model, kind))
@@ -119,6 +123,12 @@ def layer_tensors(model: Any, kind: str) -> list[Tensor]:
     """The tensors of one layer of a kind."""
     number = (list(getattr(model.config, "layer_types", ())) or [FULL]).index(kind)
     return [t for t in model.tensors if number in t.layers]
+
+
+def products(model: Any, kind: str) -> float:
+    """Bytes per token of a layer's products with weights; the norms' scales and biases are vectors."""
+    outputs = [t.shape[-1] for t in layer_tensors(model, kind) if len(t.shape) == 2]
+    return float(SIZES[model.execution.dtype] * sum(outputs))
 
 
 def residuals(model: Any, kind: str) -> float:

@@ -17,7 +17,8 @@ from typing import Any
 from rti_jax import chips, flops, memory, published, traffic
 from rti_jax.chips import Chip
 from rti_jax.config import Config, ConfigError, MeshConfig
-from rti_jax.packing import plan_microbatches
+from rti_jax.launcher import engine_share
+from rti_jax.packing import line_counts
 
 DECODE_UTILIZATION = 0.6  # share of the memory's bandwidth that decoding reaches
 GB = 1e9
@@ -181,8 +182,7 @@ def teacher_of(model: Any, config: Config) -> Any:
 def microbatch_rows(config: Config) -> int:
     """Rows of a micro-batch of the longest bucket on all devices, as batching.py makes it."""
     buckets, multiple = config.batch.buckets, config.mesh.data * config.mesh.fsdp
-    ((shape, _),) = plan_microbatches([max(buckets)], buckets, config.batch.rows_per_microbatch, multiple)
-    return shape[0]
+    return line_counts(buckets, config.batch.rows_per_microbatch, multiple)[max(buckets)]
 
 
 def engine_argument(config: Config, name: str, default: Any) -> Any:
@@ -266,9 +266,9 @@ def notes(model: Any, config: Config, chip: Chip, devices: int) -> Iterator[str]
             f"engine.args={{tensor_parallel_size: {devices}}} or {{data_parallel_size: {devices}}} spreads it"
         )
     if chip.kind == "gpu":
-        left = 1 - engine_argument(config, "gpu_memory_utilization", config.engine.memory_fraction)
+        left = 1 - engine_share(config)
         yield (
-            "by itself JAX takes three quarters of a GPU when it starts; beside the engine set "
+            "by itself JAX takes three quarters of a GPU when it starts; beside the engine rti sets "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={max(0.05, left - 0.03):.2f}"
         )
 
@@ -304,7 +304,7 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             yield f"{said} ({result.bytes / GB:.1f} GB)"
 
     fixed = config.mesh.data * config.mesh.fsdp
-    if config.model.remat == "none":
+    if config.model.remat in ("none", "dots"):
         yield from tried("model.remat=full", model={"remat": "full"})
     for rows in sorted({r for r in (fixed, microbatch_rows(config) // 2) if r < microbatch_rows(config)}, reverse=True):
         yield from tried(f"batch.rows_per_microbatch={rows}", batch={"rows_per_microbatch": rows})

@@ -7,6 +7,7 @@ constant for the gradient and denominators never count it.
 import difflib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,18 +45,25 @@ def copied_tokens(original_ids: Sequence[int], replaced_ids: Sequence[int]) -> n
     return copied
 
 
-def weight_statistics(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, float]:
-    """Least, mean and largest weight on copied and on edited tokens of scored, corrected turns; none without tokens."""
+class Weights(NamedTuple):
+    """Of a kind of tokens: the sum of their weights, how many there are, the least and the largest weight."""
+
+    total: float
+    count: float
+    least: float
+    largest: float
+
+
+def weight_statistics(turns: Sequence[Turn], epsilon_cal: float) -> dict[str, Weights]:
+    """Weights on "copied" and on "edited" tokens of scored, corrected turns; no kind without tokens."""
     if not turns:
         return {}
     scored = [(t.correction.corrector_logprobs, t.correction.rollout_logprobs) for t in turns]
     weights = np.concatenate([reasoning_shift_weights(*pair, epsilon_cal) for pair in scored])
     copied = np.concatenate([copied_tokens(t.correction.original_ids, t.response_ids) for t in turns])
     kinds = {"copied": weights[copied], "edited": weights[~copied]}
-    measures = {"min": np.min, "mean": np.mean, "max": np.max}
     return {
-        f"reweight/{name}_{kind}": float(measure(values))
+        kind: Weights(float(values.mean()) * values.size, float(values.size), float(values.min()), float(values.max()))
         for kind, values in kinds.items()
         if values.size
-        for name, measure in measures.items()
     }

@@ -14,6 +14,7 @@ state that is judged can still be won.
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
@@ -116,6 +117,7 @@ async def measure(
     tasks: Sequence[Task],
     *,
     step: int = 0,
+    numbers: Sequence[int] | None = None,
     recorded: Sequence[Recorded] = (),
     on_episode: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], list[JudgedTurn]]:
@@ -123,7 +125,7 @@ async def measure(
 
     Args:
       score: the learner's scorer, for perplexities.
-      step: names the random stream.
+      step: names the random stream. numbers: of the tasks among all hosts'; None counts from 0.
       recorded: judge these turns of an earlier measurement instead of playing: what has changed then are the roles,
         not what they see.
 
@@ -158,7 +160,10 @@ async def measure(
             on_episode(trajectory)
         return examiners[-1].rows if examiners else []
 
-    jobs = [lambda i=i, t=t: (replay if recorded else play)(i, t) for i, t in enumerate(recorded or tasks)]
+    jobs = [
+        lambda i=i, t=t: (replay if recorded else play)(i, t)
+        for i, t in zip(numbers or itertools.count(), recorded or tasks, strict=False)
+    ]
     for episode in await run_bounded(jobs, player.concurrency):
         rows += episode
     scored = [i for i, (_, _, ids) in enumerate(rows) if ids]

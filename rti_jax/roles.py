@@ -73,6 +73,12 @@ class RoleUsage:
     seconds: float = 0.0  # summed over calls, which overlap
 
 
+def added(parts: Sequence[Mapping[str, RoleUsage]]) -> dict[str, RoleUsage]:
+    """What each role has cost on all hosts."""
+    fields = [f.name for f in dataclasses.fields(RoleUsage)]
+    return {role: RoleUsage(*(sum(getattr(p[role], f) for p in parts) for f in fields)) for role in ROLES}
+
+
 class RolePrompts:
     """The user messages of the three roles.
 

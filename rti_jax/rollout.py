@@ -98,6 +98,7 @@ class Player:
         *,
         step: int,
         stream: str = "train",
+        numbers: Sequence[int] | None = None,
         sampling: SamplingConfig | None = None,
         on_episode: Callable[[Trajectory], None] | None = None,
     ) -> list[Group]:
@@ -106,13 +107,14 @@ class Player:
         Args:
           group_size: None is `rollout.group_size`.
           stream: names groups and separates random streams, e.g. of training and evaluation.
+          numbers: of the groups; None counts from 0. On several hosts those of the tasks among all hosts' tasks.
           sampling: None is the config's.
           on_episode: told of each finished episode.
         """
         size = group_size or self.config.rollout.group_size
         seats = [
             (task, Seat(self.config.seed, step, f"{stream}/{step}/{i}", member))
-            for i, task in enumerate(tasks)
+            for i, task in zip(numbers or range(len(tasks)), tasks, strict=True)
             for member in range(size)
         ]
 

@@ -15,7 +15,8 @@ def make_mesh(config: config_lib.MeshConfig):
     """A device mesh with axes (data, fsdp, tensor, context); fsdp = -1 takes the devices that are left.
 
     Raises:
-      ConfigError: if the axes do not multiply to the number of devices, or a sequence would be split.
+      ConfigError: if the axes do not multiply to the number of devices, a sequence would be split, or rows would be
+        shared by hosts.
     """
     import jax
 
@@ -32,9 +33,16 @@ def make_mesh(config: config_lib.MeshConfig):
             f"multiply to the {devices} device(s) here; set mesh.fsdp=-1 to take what is left"
         )
     axis_types = (jax.sharding.AxisType.Auto,) * 4
-    return jax.make_mesh(
+    mesh = jax.make_mesh(
         (config.data, fsdp, config.tensor, config.context), ("data", "fsdp", "tensor", "context"), axis_types=axis_types
     )
+    shared = mesh.devices.reshape(config.data * fsdp, -1)  # devices that hold the same rows
+    if any(len({d.process_index for d in devices}) > 1 for devices in shared):
+        raise config_lib.ConfigError(
+            f"mesh.tensor={config.tensor} spreads rows over several hosts; each gives its own rows, so that "
+            f"mesh.tensor must divide the {jax.local_device_count()} device(s) of a host"
+        )
+    return mesh
 
 
 def check_folder(path: str) -> pathlib.Path:

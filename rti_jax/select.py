@@ -24,6 +24,7 @@ from rti_jax import eval_play, eval_setup, eval_store, evaluate, policies, regra
 from rti_jax.chat import Chat
 from rti_jax.config import Config, ConfigError
 from rti_jax.environments import EnvironmentSource, environment_source
+from rti_jax.hosts import only_one
 from rti_jax.rollout import Seat
 from rti_jax.types import Group, Trajectory
 
@@ -80,6 +81,7 @@ def main(
     """
     hardness = Hardness(attempts, max_solved)
     hardness.check(output)
+    only_one(config.hosts, "rti select")
     splits = config.eval.splits or [config.env.split]
     chosen = config.eval.model_copy(update={"splits": splits, "limit": limit, "tasks": ""})
     config = config.model_copy(update={"eval": chosen})

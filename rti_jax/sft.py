@@ -106,6 +106,8 @@ class SFTConfig(config_lib.Section):
     def _one_source(self):
         if bool(self.model.path) == bool(self.init):
             raise ValueError("give either model.path (fine-tune a folder) or init (draw a new model)")
+        if self.optimizer.offload:
+            raise ValueError("optimizer.offload=true: rti sft keeps the moments on the device")
         return self
 
     @property

@@ -66,18 +66,20 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
     """
     from rich.console import Console
 
-    from models import hf
-    from rti_jax import runs
+    from rti_jax import hosts, runs, weight_sync
     from rti_jax.engine_session import EngineSession
     from rti_jax.metrics import Recorder
+    from rti_jax.run_tasks import RunTasks
     from rti_jax.runtime import load_policy
-    from rti_jax.train import Learner, TaskSets, Trainer
+    from rti_jax.train import Trainer
+    from rti_jax.training_state import Learner
 
+    hosts.only_one(config.hosts, "rti reproduce")
     run = runs.open_run(config)
     with runs.locked(run), open(run.folder / "log.txt", "a") as log:
-        tasks, policy = TaskSets.load(config), load_policy(config)
+        tasks, policy = RunTasks.load(config), load_policy(config)
         engine, others = await engines.policy(config), await engines.frozen(config)
-        session = await EngineSession.begin(engine, hf.to_hf(policy.model, policy.params))
+        session = await EngineSession.begin(engine, weight_sync.FlaxWeights(policy.model, policy.params))
         learner = Learner(config, policy, run, tasks)
         console = Console(file=log, width=120)
         with Recorder(run.folder, config.steps, learner.step, console) as recorder:
@@ -89,11 +91,11 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
 
 async def evaluate_finally(trainer: Any, evaluation: dict[str, int], recorder: Any) -> dict[str, Any]:
     """Pass@k and Pass^k of the trained policy on every split of the plan."""
-    from rti_jax import evaluate
+    from rti_jax import evaluate, task_sets
 
     config, result = trainer.config, {}
     for split, limit in evaluation.items():
-        tasks = evaluate.limited(trainer.tasks.source.tasks(split), limit)
+        tasks = task_sets.limited(trainer.tasks.source.tasks(split), limit)
         evaluate.check_disjoint(trainer.tasks.trained, tasks)
         with recorder.episodes(f"{split}, after {config.steps} steps", len(tasks) * config.eval.trials) as seen:
             result[split] = (await evaluate.evaluate(trainer.player, tasks, config, on_episode=seen))[0]

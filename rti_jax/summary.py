@@ -69,11 +69,10 @@ def export(folder: pathlib.Path, learner: Any) -> None:
     hf.save(learner.policy.model, learner.state.params, folder)
 
 
-def export_and_report(run: runs.Run, learner: Any) -> None:
-    """Writes the Hugging Face folder and report.html."""
+def write_report(run: runs.Run) -> None:
+    """Writes report.html."""
     from rti_jax import report
 
-    export(run.export, learner)
     report.main([run.folder])
 
 

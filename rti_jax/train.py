@@ -13,6 +13,10 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
 
 Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
 run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
+
+On several hosts every process runs this program (rti_jax/hosts.py, docs/clusters.md): tasks of a step are divided by
+their number, each host samples its own with its own engine, and all compute each update together. Process 0 alone
+writes the run folder, metrics and transcripts of all hosts included; checkpoints are written by all.
 """
 
 import asyncio
@@ -23,20 +27,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import Task
 from rti_jax import (
     advantages,
-    batching,
-    distillation,
     evaluate,
     frozen,
-    intervention,
     luffy,
-    replay,
     role_eval,
     roles,
     runs,
@@ -46,170 +44,68 @@ from rti_jax import (
 )
 from rti_jax import config as config_lib
 from rti_jax.chat import Chat
-from rti_jax.checkpoint import Checkpoints, restore
+from rti_jax.checkpoint import Checkpoints
 from rti_jax.collection import Collection
-from rti_jax.endpoints import FrozenServers
 from rti_jax.engine import Engine, GenerateRequest, make_engine
-from rti_jax.environments import EnvironmentSource, environment_source, sample_tasks
-from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
-from rti_jax.logprobs import Scorer
-from rti_jax.metrics import Recorder
-from rti_jax.optimizer import total_updates
-from rti_jax.replay import Replay
+from rti_jax.frozen_servers import FrozenServers
+from rti_jax.guards import Guards
+from rti_jax.hosts import Hosts, join, own_servers
+from rti_jax.joint_scoring import JointScorer
+from rti_jax.metrics import Recorder, Unrecorded
 from rti_jax.rollout import Player
-from rti_jax.runtime import Policy, load_policy
-from rti_jax.types import Group, TrainBatch
+from rti_jax.run_tasks import RunTasks
+from rti_jax.runtime import load_policy
+from rti_jax.training_state import Learner
+from rti_jax.types import Group
 
 PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
 
 
 def main(config: config_lib.Config) -> int:
     """Trains, or goes on with an interrupted run; returns the exit code."""
-    run = runs.open_run(config)
-    if run.finished(config.steps):
-        print(summary.finished(run, config))
-        return 0
     try:
-        with runs.locked(run):
-            asyncio.run(_train(config, run))
+        with join(config.hosts) as hosts:
+            run, finished = hosts.from_first(lambda: _open(config))
+            if not finished:
+                with runs.locked(run) if hosts.first else contextlib.nullcontext():
+                    finished = asyncio.run(_train(config, run, hosts))
+            if hosts.first and finished:
+                print(summary.finished(run, config))
     except asyncio.CancelledError:  # SIGTERM; Ctrl-C is a KeyboardInterrupt
+        finished = False
+    if not finished:
         print("terminated; the same command goes on from the last checkpoint", file=sys.stderr)
         return 128 + signal.SIGTERM
-    print(summary.finished(run, config))
     return 0
 
 
-async def _train(config: config_lib.Config, run: runs.Run) -> None:
-    """Whatever a user may have got wrong is read before vLLM is started, which takes a while."""
+def _open(config: config_lib.Config) -> tuple[runs.Run, bool]:
+    """The run folder, and whether the run is finished."""
+    run = runs.open_run(config)
+    return run, run.finished(config.steps)
+
+
+async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool:
+    """Whatever a user may have got wrong is read before vLLM is started, which takes a while.
+
+    Returns False if all hosts were told to end early.
+    """
     task = asyncio.current_task()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    tasks = TaskSets.load(config)
-    learner = Learner(config, load_policy(config), run, tasks)
-    with Recorder(run.folder, config.steps, learner.step) as recorder:
+    config = own_servers(config, hosts)
+    tasks = RunTasks.load(config)
+    learner = Learner(config, load_policy(config), run, tasks, hosts)
+    with Recorder(run.folder, config.steps, learner.step) if hosts.first else Unrecorded() as recorder:
         recorder.phase("starting vLLM")
+        hosts.at("starting vLLM")
         starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
         try:
             engine = await asyncio.shield(starting)  # a thread cannot be cancelled: its engine is closed below
             async with frozen.serving(config.frozen_folders, config) as others:
-                await Trainer(config, run, learner, engine, tasks, recorder, others).run()
+                return await Trainer(config, run, learner, engine, tasks, recorder, others, hosts).run()
         finally:
             if not (starting.done() and starting.exception()):
                 await (await starting).close()
-
-
-class TaskSets(NamedTuple):
-    """The environment, and what is trained and what is evaluated."""
-
-    source: EnvironmentSource
-    trained: list[Task]
-    held_out: list[Task]
-
-    @classmethod
-    def load(cls, config: config_lib.Config) -> "TaskSets":
-        """Raises ConfigError for unknown splits, tasks in both, and what would stop the run at its first step."""
-        if config.sampling.max_context > max(config.batch.buckets):
-            raise config_lib.ConfigError(
-                f"sampling.max_context={config.sampling.max_context} lets rows grow beyond the largest of "
-                f"batch.buckets={config.batch.buckets}; add a bucket or lower it"
-            )
-        source = environment_source(config.env)
-        source.check()
-        trained, held_out = task_sets.trained(source, config), task_sets.held_out(source, config)
-        evaluate.check_disjoint(trained, held_out)
-        roles.RolePrompts(config.rti.prompts)
-        replay.check(config)
-        if config.eval.roles:
-            role_eval.check(source.cls)
-        if config.loss.teacher.rollouts:
-            luffy.read_episodes(config.loss.teacher.rollouts)
-        sample_tasks(trained, 0, config.rollout.groups_per_step, config.seed, config.rollout.mix)
-        return cls(source, trained, task_sets.limited(held_out, config.eval.limit))
-
-
-class Learner:
-    """The training state with its compiled functions, restored from the run's newest checkpoint if there is one."""
-
-    def __init__(self, config: config_lib.Config, policy: Policy, run: runs.Run, tasks: "TaskSets"):
-        self.config, self.policy = config, policy
-        optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
-        self.state = init_state(policy.params, optimizer, policy.mesh)
-        self.step = 0
-        if restored := restore(run.checkpoints, self.state):
-            self.state, self.step = restored.state, restored.step
-            if self.step > config.steps:
-                raise config_lib.ConfigError(
-                    f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
-                    "or give another name="
-                )
-            print(f"going on from the checkpoint after step {self.step}")
-        recompute = config.loss.behavior == "recompute"
-        self._on_policy = recompute and config.optimizer.minibatches == 1
-        self._recompute = recompute and not self._on_policy
-        self._logprobs = make_logprobs_step(policy.model, config, policy.mesh)
-        by_source = config.rti.enabled or config.loss.baseline == "luffy"
-        self._update = make_update_step(
-            policy.model, config, policy.mesh, optimizer, on_policy=self._on_policy, norms_by_source=by_source
-        )
-        self._scorer = Scorer(policy.model, policy.mesh, config.sampling.temperature, config.batch.buckets)
-        self._reference = load_policy(config).params if config.loss.kl_beta else None
-        self._teacher = distillation.make_teacher(config, policy) if config.loss.baseline == "opd" else None
-        for key, folder in config.frozen_folders.items():
-            frozen.check_vocabulary(policy.chat, folder, key)
-        replays = config.rti.replay.rows > 0
-        self.replay = Replay(config, policy, tasks.source, tasks.trained, optimizer) if replays else None
-
-    def score(self, rows: Sequence[intervention.Row]) -> list[np.ndarray]:
-        """Log-probabilities of responses under the current weights, at the rollout temperature."""
-        return self._scorer.score(self.state.params, rows)
-
-    def pack(self, groups: Sequence[Group]) -> list[batching.PackedBatch]:
-        """One packed batch per optimizer step."""
-        return [
-            batching.build(
-                part,
-                self.config,
-                row_multiple=row_multiple(self.policy.mesh),
-                leave_out_flat=not self.config.loss.on_every_token,
-            )
-            for part in batching.split_groups(groups, self.config.optimizer.minibatches)
-        ]
-
-    def update(self, packed: Sequence[batching.PackedBatch]) -> dict[str, float]:
-        """All optimizer steps of a batch; those without a gradient are skipped, in every arm."""
-        batches = [[self._filled(b) for b in p.microbatches] for p in packed]
-        taught: dict[str, float] = {}
-        if self._teacher:
-            batches, taught = self._distilled(batches)
-        results: list[dict[str, float]] = []
-        for part, microbatches in zip(packed, batches, strict=True):
-            if microbatches and (self._has_gradient(part, microbatches) or self.config.loss.on_every_token):
-                self.state, metrics = self._update(self.state, microbatches)
-                results.append(metrics)
-        replayed: dict[str, float] = {}
-        if self.replay:
-            self.state, replayed = self.replay(self.state, self.step)
-        counts = {"optimizer/updates": float(len(results)), "optimizer/idle": float(len(packed) - len(results))}
-        return _combined([p.metrics for p in packed]) | _combined(results) | counts | taught | replayed
-
-    def _filled(self, batch: TrainBatch) -> TrainBatch:
-        """Behaviour and reference log-probabilities, before any parameter changes."""
-        if self._recompute:
-            batch = batching.with_behavior(batch, self._logprobs(self.state.params, batch))
-        if self._reference is not None:
-            batch = batching.with_reference(batch, self._logprobs(self._reference, batch))
-        return batch
-
-    def _distilled(self, batches: list[list[TrainBatch]]) -> tuple[list[list[TrainBatch]], dict[str, float]]:
-        """Advantages of every token from student and teacher, before any parameter changes, and their means."""
-        flat = [b for part in batches for b in part]
-        taught = [self._teacher(b) for b in flat]
-        own = [b.behavior_logprobs if self._recompute else self._logprobs(self.state.params, b) for b in flat]
-        done = [batching.with_distillation(*each) for each in zip(flat, own, taught, strict=True)]
-        rest = iter(done)
-        return [[next(rest) for _ in part] for part in batches], distillation.statistics(done, taught)
-
-    def _has_gradient(self, part: batching.PackedBatch, microbatches: Sequence[TrainBatch]) -> bool:
-        return any(b.advantages.any() for b in microbatches) if self._teacher else part.has_gradient
 
 
 class Trainer:
@@ -221,25 +117,35 @@ class Trainer:
         run: runs.Run,
         learner: Learner,
         engine: Engine,
-        tasks: TaskSets,
-        recorder: Recorder,
+        tasks: RunTasks,
+        recorder: Recorder | Unrecorded,
         others: Mapping[str, Engine],
+        hosts: Hosts | None = None,
     ):
         self.config, self.run_folder, self.learner, self.engine, self.recorder = config, run, learner, engine, recorder
-        self.tasks = tasks
+        self.tasks, self.hosts = tasks, hosts or Hosts()
         self.player = Player(tasks.source, learner.policy.chat, engine, config)
         chat, endpoints = learner.policy.chat, roles.connect(config.rti)
         engines = {role: others[key] for role in roles.ROLES if (key := f"rti.roles.{role}.model") in others}
         self.roles = roles.Roles(chat, engine, config.sampling, config.rti, endpoints, engines)
-        self._teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
+        self.scorer = JointScorer(self.hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
+        self._engines = list(dict.fromkeys([engine, *others.values()]))
+        self.guards = Guards(config.stop, run.folder, self.hosts.index)
         self._seconds: dict[str, float] = {}
+        self._told_to_end = False
+        teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
-            config, tasks.trained, self.player, self.roles, self._score, self._teacher, recorder, self._timed
+            config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._timed, self.hosts
         )
 
-    async def run(self) -> None:
-        """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step."""
-        config, learner = self.config, self.learner
+    async def run(self) -> bool:
+        """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step.
+
+        On several hosts SIGTERM ends the run after the step in which any of them received it; returns False then.
+        """
+        config, learner, hosts = self.config, self.learner, self.hosts
+        if not hosts.alone:  # one that stopped by itself would leave the others waiting
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
         with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep) as checkpoints:
             if learner.step:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
@@ -250,40 +156,57 @@ class Trainer:
                 while learner.step < config.steps:
                     await self.step()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
-                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps:
+                    states = hosts.exchange((self._told_to_end, overdue))
+                    ending, overdue = any(told for told, _ in states), states[0][1]
+                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps or ending:
                         self.save(checkpoints)
                         saved, saved_at = learner.step, time.monotonic()
+                    if ending:
+                        return False
                     if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
                         await self.evaluate()
             except BaseException:
-                if learner.step > saved:
+                if learner.step > saved and hosts.alone:  # a save takes all hosts, and the others know of nothing
                     self.save(checkpoints)
                 raise
-        await asyncio.to_thread(summary.export_and_report, self.run_folder, learner)
+        self._at("export")
+        await asyncio.to_thread(summary.export, self.run_folder.export, learner)
+        if hosts.first:
+            await asyncio.to_thread(summary.write_report, self.run_folder)
+        return True
 
     async def step(self) -> None:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
         self._seconds = {}
-        groups, metrics = await self.collect(n)
+        collected = await self.collect(n)
+        groups, metrics = collected.own, collected.metrics
+        for each in self._engines:
+            await each.sleep()
         with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
-            packed = learner.pack(groups)
+            packed = learner.pack(groups, collected.numbers, collected.total)
             metrics |= learner.update(packed)
             learner.step = n + 1
-        distilled = config.loss.baseline == "opd"  # its advantages are per token
-        assigned = {} if distilled else advantages.assign_advantages(groups, config.loss.variant).advantages
-        runs.write_groups(self.run_folder.trajectories(n + 1), groups, assigned)
+        if self.hosts.first:
+            distilled, everyone = config.loss.baseline == "opd", collected.everyone  # its advantages are per token
+            assigned = {} if distilled else advantages.assign_advantages(everyone, config.loss.variant).advantages
+            runs.write_groups(self.run_folder.trajectories(n + 1), everyone, assigned)
         try:
             with self._timed("sync"):
+                for each in self._engines:
+                    await each.wake_up()
                 if metrics["optimizer/updates"] or learner.replay:
                     await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
             with self._timed("probe"):
-                metrics |= await self.probe(groups)
+                gaps = self.hosts.exchange(await self.scorer.during(self.probe(groups)))
+                metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
         finally:
+            metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
+        self.guards.check(n + 1, metrics, packed)
 
-    async def probe(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Engine against learner after the update: fresh samples of the new weights, scored by the learner."""
+    async def probe(self, groups: Sequence[Group]) -> float:
+        """Engine against learner after the update: the largest gap on fresh samples, scored by the learner."""
         prompts = list({t.turns[0].prompt_ids: None for g in groups for t in g.trajectories if t.turns})[:PROBE_ROWS]
         sampling, stop = self.config.sampling, self.player.chat.stop_ids
         requests = [
@@ -291,36 +214,54 @@ class Trainer:
             for i, p in enumerate(prompts)
         ]
         answers = await asyncio.gather(*(self.engine.generate(r) for r in requests))
-        scored = await self._score([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
+        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
         gaps = [np.abs(s - np.asarray(a.logprobs)) for s, a in zip(scored, answers, strict=True)]
-        return {"mismatch/after_max": float(max((g.max() for g in gaps if g.size), default=math.nan))}
+        return float(max((g.max() for g in gaps if g.size), default=math.nan))
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
-        step = self.learner.step
+        step, hosts, held_out = self.learner.step, self.hosts, self.tasks.held_out
         path = self.run_folder.evaluation(step)
-        if path.is_file():
+        if hosts.from_first(path.is_file):
             return
-        with self.recorder.episodes(
-            f"evaluation after {step} steps", len(self.tasks.held_out) * self.config.eval.trials
-        ) as seen:
-            result, groups = await evaluate.evaluate(self.player, self.tasks.held_out, self.config, on_episode=seen)
+        name = f"evaluation after {step} steps"
+        self._tell(name)
+        with self.recorder.episodes(name, len(hosts.share(len(held_out))) * self.config.eval.trials) as seen:
+            result, groups = await evaluate.evaluate(
+                self.player, held_out, self.config, on_episode=hosts.living(seen), hosts=hosts
+            )
         if self.config.eval.roles:
             await self.measure_roles()
-        runs.write_groups(path.with_suffix(".jsonl"), groups, {})
-        runs.write_json(path, {"step": step, **result})
-        self.recorder.evaluation(step, result)
-        if self.config.eval.keep_best and step == summary.best_step(self.run_folder):
+        if hosts.first:
+            runs.write_groups(path.with_suffix(".jsonl"), groups, {})
+            runs.write_json(path, {"step": step, **result})
+            self.recorder.evaluation(step, result)
+        if self.config.eval.keep_best and hosts.from_first(lambda: step == summary.best_step(self.run_folder)):
             summary.export(self.run_folder.best, self.learner)
 
     async def measure_roles(self) -> None:
         """How right the three roles are with the weights of now, on held-out tasks."""
         step, tasks = self.learner.step, task_sets.limited(self.tasks.held_out, self.config.eval.roles)
-        with self.recorder.episodes(f"roles after {step} steps", len(tasks)) as seen:
-            result, turns = await role_eval.measure(
-                self.player, self.roles, self._score, tasks, step=step, on_episode=seen
+        own, name = self.hosts.share(len(tasks)), f"roles after {step} steps"
+        self._tell(name)
+        with self.recorder.episodes(name, len(own)) as seen:
+            measuring = role_eval.measure(
+                self.player,
+                self.roles,
+                self.scorer,
+                [tasks[i] for i in own],
+                step=step,
+                numbers=own,
+                on_episode=self.hosts.living(seen),
             )
+            result, turns = await self.scorer.during(measuring)
         self.roles.pop_usage()  # not the training's
+        parts = self.hosts.collect(turns)
+        if not self.hosts.first:
+            return
+        if not self.hosts.alone:
+            turns = [turn for part in parts for turn in part]
+            result = role_eval.summarize(turns, self.config.seed)
         path = self.run_folder.roles(step)
         runs.write_lines(path.with_suffix(".jsonl"), map(dataclasses.asdict, turns))
         runs.write_json(path, {"step": step, **result})
@@ -328,21 +269,29 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""
-        self.recorder.phase(f"saving the checkpoint of step {self.learner.step}")
+        self._at(f"saving the checkpoint of step {self.learner.step}")
         checkpoints.save(self.learner.step, self.learner.state, {"seed": self.config.seed})
 
-    async def _score(self, rows) -> list[np.ndarray]:
-        return await asyncio.to_thread(self.learner.score, rows)
+    def _end(self) -> None:
+        self._told_to_end = True
+
+    def _at(self, phase: str) -> None:
+        """Says what is going on, to whoever watches and to the other hosts."""
+        self.recorder.phase(phase)
+        self._tell(phase)
+
+    def _tell(self, phase: str) -> None:
+        self.hosts.at(f"step {self.learner.step + 1}, {phase}")
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        self.recorder.phase(name)
+        self._at(name)
         started = time.monotonic()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
 
-def luffy_teacher(config: config_lib.Config, tasks: TaskSets, chat: Chat, engine: Engine | None) -> luffy.Guide | None:
+def luffy_teacher(config: config_lib.Config, tasks: RunTasks, chat: Chat, engine: Engine | None) -> luffy.Guide | None:
     """Where LUFFY's rollouts come from; None without LUFFY."""
     teacher = config.loss.teacher
     if config.loss.baseline != "luffy":
@@ -351,19 +300,3 @@ def luffy_teacher(config: config_lib.Config, tasks: TaskSets, chat: Chat, engine
         return luffy.Stored(teacher.rollouts, chat, tasks.source, tasks.trained, config)
     engine = engine or FrozenServers(teacher.urls, chat.tokenizer, config.rollout.concurrency)
     return luffy.Played(Player(tasks.source, chat, engine, config), config)
-
-
-def _combined(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Each metric over the optimizer steps of a batch: counts add up, maxima stay maxima, the rest is a mean."""
-    names = dict.fromkeys(name for r in results for name in r)
-    return {k: float(_how(k)([r[k] for r in results if k in r])) for k in names}
-
-
-def _how(name: str):
-    group, _, kind = name.partition("/")
-    if kind == "max":
-        return np.max
-    if group == "reweight" and kind.startswith(("min_", "max_")):
-        return np.min if kind.startswith("min_") else np.max
-    counts = group in ("groups", "batch") and kind != "padding_fraction"
-    return np.sum if counts or kind in ("tokens", "skipped") else np.mean

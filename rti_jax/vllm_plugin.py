@@ -5,12 +5,13 @@ package, so that spawned workers and `vllm serve` find it. The trainer's side of
 """
 
 import dataclasses
+import glob
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -31,7 +32,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One update.
 
     Attributes:
-      path: a safetensors file that this process can read, in shared memory or on a shared file system.
+      path: a safetensors file that this process can read, in shared memory or on a shared file system; empty for the
+        model folder that this engine was started from.
       aliases: names to load a second time under another name, {"lm_head.weight": "model.embed_tokens.weight"} for
         tied models: vLLM's layerwise reload would otherwise leave the head at its old value.
     """
@@ -61,8 +63,11 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+        files = (
+            [update_info.path] if update_info.path else sorted(glob.glob(f"{self.model_config.model}/*.safetensors"))
+        )
         with disable_mtp_completeness_check():
-            self.model.load_weights(_tensors(update_info))
+            self.model.load_weights(_tensors(files, update_info.aliases))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -73,17 +78,18 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing is held between updates."""
 
 
-def _tensors(update_info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(files: Sequence[str], aliases: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    sources: dict[str, list[str]] = {}
-    for alias, name in update_info.aliases.items():
-        sources.setdefault(name, []).append(alias)
-    with safe_open(update_info.path, framework="pt", device="cpu") as file:
-        for name in file.keys():
-            tensor = file.get_tensor(name)
-            for target in (name, *sources.get(name, ())):
-                yield target, tensor
+    targets: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        targets.setdefault(name, []).append(alias)
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                for target in (name, *targets.get(name, ())):
+                    yield target, tensor
 
 
 def register() -> None:

@@ -22,6 +22,9 @@ QUIET = {
     "PYTHONWARNINGS": "ignore",
 }
 
+# What a policy's server needs beside its arguments (`rti serve`).
+SERVER = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes of the weight update
+
 
 def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments: ours, overridden by config.engine.args key by key."""
@@ -36,7 +39,7 @@ def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,  # ids in, ids out
-        "weight_transfer_config": {"backend": weight_sync.BACKEND},
+        "weight_transfer_config": {"backend": weight_sync.backend(config.engine.weight_transfer)},
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -51,8 +54,33 @@ def arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict
             args["kv_cache_memory_bytes"] = _cache_bytes(text, sequences, length, config.model.dtype)
     else:
         args["gpu_memory_utilization"] = config.engine.memory_fraction
+    if config.engine.sleep:
+        args["enable_sleep_mode"] = True
     args |= config.engine.args
     return args
+
+
+def server_arguments(model_path: pathlib.Path, config: Config, *, on_cpu: bool) -> dict[str, Any]:
+    """The same for a server: its GPUs are its own, and it has a tokenizer, for those who send it text."""
+    args = arguments(model_path, config, on_cpu=on_cpu)
+    for key in ("gpu_memory_utilization", "skip_tokenizer_init"):
+        if key not in config.engine.args:
+            args.pop(key, None)
+    return args
+
+
+def variables(args: Mapping[str, Any], *, on_cpu: bool, engines: int = 1) -> dict[str, str]:
+    """Environment of a vLLM with `args`, one of `engines` on this host."""
+    found = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if on_cpu:
+        found |= {
+            # One core stays free for the trainer's side of the rollouts, as vLLM itself does by default.
+            "OMP_NUM_THREADS": str(max(1, (len(os.sched_getaffinity(0)) - 1) // engines)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process; AsyncLLM still spawns that one
+        }
+    if args.get("enforce_eager"):
+        found["TORCH_COMPILE_DISABLE"] = "1"
+    return found
 
 
 def text_config(model_path: pathlib.Path) -> dict[str, Any]:

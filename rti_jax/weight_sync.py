@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from models.safetensors_file import DTYPES, TAGS, Entry, Writer
 from rti_jax.engine_errors import EngineError, StaleVersionError, WeightMismatchError
 
 BACKEND = "rti_shared_memory"  # name in vLLM's registry of weight transfer backends
+DEVICE_BACKENDS = ("nccl", "ipc")  # vLLM's own, between devices
 OWNED_ENGINE = "RTI_JAX_OWNED_ENGINE"  # environment variable: set in engine processes that a trainer started
 PREFIX = "rti_jax_weights_"
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -44,14 +46,34 @@ async def sync(engine, model, params, version: int) -> int:
     Raises:
       WeightMismatchError, StaleVersionError: nothing was changed, the engine still serves the old weights.
     """
-    from models import hf
-
-    tensors = hf.to_hf(model, params)
+    weights = FlaxWeights(model, params)
     if engine is None:
-        for _ in tensors:
+        for _ in weights:
             pass
         return version
-    return await engine.update_weights(tensors, version)
+    return await engine.update_weights(weights, version)
+
+
+class FlaxWeights:
+    """A learner's weights as (Hugging Face name, float32 array), gathered a layer at a time whenever they are read.
+
+    Attributes:
+      shapes: of each name, in the order in which they come.
+    """
+
+    def __init__(self, model, params):
+        self._model, self._params = model, params
+
+    @property
+    def shapes(self) -> Shapes:
+        from models import names
+
+        return {name: tensor.hf_shape for name, tensor, _ in names.entries(self._model.tensors)}
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        from models import hf
+
+        return hf.to_hf(self._model, self._params)
 
 
 def expected_shapes(model_path: str | os.PathLike) -> Shapes:
@@ -99,6 +121,60 @@ def check_version(version: int, current: int) -> None:
     """Raises StaleVersionError unless `version` is above `current`."""
     if version <= current:
         raise StaleVersionError(f"weights version {version} offered, but the engine already serves {current}")
+
+
+def backend(weight_transfer: str) -> str:
+    """vLLM's name of the backend for `engine.weight_transfer`."""
+    return weight_transfer if weight_transfer in DEVICE_BACKENDS else BACKEND
+
+
+class Payload:
+    """The weights that engines serve, on disk or in shared memory, for as long as one may have to load them again.
+
+    An engine that is started anew has the weights of the model folder; version 0 is those, and needs no file.
+
+    Attributes:
+      version: of the weights at hand; -1 if there are none. expected: names and shapes.
+    """
+
+    def __init__(self, model_path: str | os.PathLike, dtype: str, directory: str = ""):
+        self.version = 0
+        self.expected = expected_shapes(model_path)
+        self._dtype, self._directory = dtype, directory
+        self._file, self._path = contextlib.ExitStack(), ""
+
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> None:
+        """Replaces what is at hand; the former is removed first, so that there is room for one.
+
+        Raises:
+          WeightMismatchError: nothing is at hand then.
+        """
+        self.close()
+        self.version = -1
+        self._path = str(self._file.enter_context(payload(tensors, self.expected, self._dtype, self._directory)))
+        self.version = version
+
+    def pass_by(self, shapes: Shapes) -> None:
+        """Weights of these names and shapes go to the engines by another way; nothing is at hand then.
+
+        Raises:
+          WeightMismatchError: they are not the model's.
+        """
+        check_names(shapes, self.expected)
+        self.close()
+        self.version = -1
+
+    @property
+    def update(self) -> dict[str, Any]:
+        """What the engine's side loads (vllm_plugin.UpdateInfo). Raises EngineError if nothing is at hand."""
+        if self.version < 0:
+            raise EngineError("the weights of now are not at hand: refused, or sent from device to device")
+        return {"path": self._path, "aliases": aliases(self.expected)}
+
+    def close(self) -> None:
+        """Removes the file."""
+        self._file.close()
+        self._path = ""
 
 
 @contextlib.contextmanager

@@ -76,6 +76,18 @@ class FakeEngine:
         self.version = version
         return version
 
+    async def checksums(self):
+        return {}
+
+    async def sleep(self):
+        pass
+
+    async def wake_up(self):
+        pass
+
+    def pop_metrics(self):
+        return {}
+
     async def close(self):
         pass
 

@@ -1,7 +1,8 @@
 """A model of two small layers for tests of the learner: causal, segment-aware, a pair of pure functions as any model.
 
 As a script it prints what a few updates give as JSON, so that a test can run it on other numbers of devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/stand_in.py`.
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/stand_in.py`. There it also gives loss and gradient on
+several meshes, in several micro-batches, in float32 and float64.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rti_jax import batching, learner
@@ -38,18 +40,24 @@ class StandIn:
         return params["embed_tokens"]["embedding"].T
 
 
-def mesh(devices=None):
+def mesh(devices=None, shape=None):
+    """Of the first devices; `shape` is (data, fsdp, tensor)."""
     count = devices or jax.device_count()
     data = 2 if count % 2 == 0 else 1
-    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(data, count // data), ("data", "fsdp"))
+    shape = shape or (data, count // data, 1)
+    return jax.sharding.Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "fsdp", "tensor"))
 
 
-def init_params(on):
-    """The same numbers on every mesh, sharded over fsdp."""
+def init_params(on, dtype=np.float32):
+    """The same numbers on every mesh, sharded over fsdp, matrices over tensor too."""
     rng = np.random.default_rng(0)
 
     def draw(*shape):
-        return rng.normal(0, 0.4, shape).astype(np.float32)
+        return rng.normal(0, 0.4, shape).astype(np.float32).astype(dtype)
+
+    def spec(x):
+        matrix = x.shape[-2] > LAYERS
+        return PartitionSpec(*[None] * (x.ndim - 2), "tensor" if matrix else None, "fsdp")
 
     params = {
         "embed_tokens": {"embedding": draw(VOCAB, WIDTH)},
@@ -58,9 +66,7 @@ def init_params(on):
             "norm": {"scale": 1 + draw(LAYERS, WIDTH)},
         },
     }
-    return jax.tree.map(
-        lambda x: jax.device_put(x, NamedSharding(on, PartitionSpec(*[None] * (x.ndim - 1), "fsdp"))), params
-    )
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(on, spec(x))), params)
 
 
 def make_config(**sections):
@@ -115,7 +121,33 @@ def run(config, on, groups, updates=2, shift=0.1, **options):
     return state, history, update
 
 
+def loss_and_gradient(on, batch, dtype=np.float32):
+    """Loss and gradient of the whole batch, the latter from a step of gradient descent with rate 1."""
+    config, params = make_config(batch=batch), init_params(on, dtype)
+    before = jax.tree.map(np.asarray, params)
+    batches = batching.build(make_groups(), config, row_multiple=learner.row_multiple(on)).microbatches
+    batches = [batching.with_behavior(b, -3.5 + 0.5 * np.sin(b.tokens)) for b in batches]
+    optimizer = optax.sgd(1.0)
+    update = learner.make_update_step(StandIn(), config, on, optimizer)
+    state, metrics = update(learner.init_state(params, optimizer, on), batches)
+    gradient = jax.tree.leaves(jax.tree.map(lambda a, b: np.ravel(a - np.asarray(b)), before, state.params))
+    return {"loss": metrics["loss/total"], "gradient": np.concatenate(gradient).tolist(), "microbatches": len(batches)}
+
+
+WHOLE, SPLIT = {"buckets": [32], "rows_per_microbatch": 16}, {"buckets": [24], "rows_per_microbatch": 1}
+MESHES = {  # name -> mesh, micro-batches
+    "1": ((1, 1, 1), WHOLE),
+    "1, split": ((1, 1, 1), SPLIT),
+    "8 fsdp": ((1, 8, 1), WHOLE),
+    "2 x 2 x 2, split": ((2, 2, 2), SPLIT),
+}
+
+
 if __name__ == "__main__":
+    exact = {name: loss_and_gradient(mesh(shape=shape), batch) for name, (shape, batch) in MESHES.items()}
+    with jax.enable_x64(True):
+        wide = {name: loss_and_gradient(mesh(shape=s), b, np.float64) for name, (s, b) in MESHES.items()}
     state, history, _ = run(make_config(), mesh(), make_groups(), norms_by_source=True)
     kernel = np.asarray(state.params["layers"]["mixer"]["kernel"]).ravel().tolist()
-    json.dump({"devices": jax.device_count(), "history": history, "kernel": kernel}, sys.stdout)
+    result = {"devices": jax.device_count(), "history": history, "kernel": kernel}
+    json.dump(result | {"float32": exact, "float64": wide}, sys.stdout)

@@ -279,6 +279,63 @@ class TestPacking:
         ((shape, _),) = packing.plan_microbatches([5], [16, 32], longest_lines=3, multiple=8)
         assert shape == (8, 16)
 
+    MIXTURES = [(2000, 1.0), (1000, 1.2), (4000, 0.8)]  # median and spread of log-normal lengths
+
+    def mixture(self, median, spread, rows=512):
+        lengths = np.random.default_rng(0).lognormal(np.log(median), spread, rows)
+        return np.clip(np.round(lengths), 200, 16384).astype(int).tolist()
+
+    @pytest.mark.parametrize("mixture", MIXTURES)
+    @pytest.mark.parametrize("devices", [1, 8])
+    def test_realistic_mixtures_are_packed_with_less_than_five_percent_padding(self, mixture, devices):
+        lengths = self.mixture(*mixture)
+        plan = packing.plan_microbatches(lengths, [4096, 16384], 8, devices)
+        assert sorted(i for _, lines in plan for line in lines for i in line) == list(range(512))
+        # one line a row would be half padding; first-fit with whole micro-batches only has up to 10% in the last ones
+        assert 1 - sum(lengths) / sum(count * bucket for (count, bucket), _ in plan) < 0.05
+        shapes = {shape for shape, _ in plan}
+        assert len(shapes) <= 4 and all(count % devices == 0 for count, _ in shapes)
+
+    @pytest.mark.parametrize("mixture", MIXTURES)
+    def test_devices_get_about_equal_tokens_and_attention(self, mixture):
+        """Devices wait for the slowest of each micro-batch: at most 1.2 times the mean in all; tokens within 1.05."""
+        lengths, devices = self.mixture(*mixture), 8
+        waited, costs, tokens = 0.0, np.zeros(devices), np.zeros(devices)
+        for (count, _), lines in packing.plan_microbatches(lengths, [4096, 16384], 16, devices):
+            lines = lines + [[]] * (count - len(lines))
+            cost = [packing.attention_cost(line, lengths) for line in lines]
+            cost = np.reshape(cost, (devices, -1)).sum(1)
+            waited += cost.max()
+            costs += cost
+            tokens += np.reshape([sum(lengths[i] for i in line) for line in lines], (devices, -1)).sum(1)
+        assert waited < 1.2 * costs.mean() and costs.max() < 1.2 * costs.mean()  # in order of packing: 1.45
+        assert tokens.max() < 1.05 * tokens.mean()
+
+    def test_small_micro_batches_keep_their_plan(self):
+        # the quickstart's shapes: its numbers depend on the order of summation, so that its plan has to stay
+        plan = packing.plan_microbatches([500] * 6 + [250] * 23, [256, 512], 8)
+        assert [(shape, len(lines)) for shape, lines in plan] == [((16, 256), 16), ((16, 256), 7), ((8, 512), 6)]
+        large = packing.plan_microbatches([n * 32 for n in [500] * 6 + [250] * 23], [8192, 16384], 8)
+        rest = [((4, 8192), 4), ((4, 8192), 3)] + [((2, 16384), 2)] * 3
+        assert [(shape, len(lines)) for shape, lines in large] == [((16, 8192), 16), *rest]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        lengths=st.lists(st.integers(1, 64 * 1024), max_size=40),
+        lines=st.integers(1, 5),
+        multiple=st.sampled_from([1, 2, 8]),
+        packed=st.booleans(),
+    )
+    def test_large_micro_batches_too_hold_every_row_once(self, lengths, lines, multiple, packed):
+        plan = packing.plan_microbatches(lengths, [8192, 24576, 65536], lines, multiple, packed)
+        rows = [i for _, chosen in plan for line in chosen for i in line]
+        assert sorted(rows) == list(range(len(lengths)))
+        assert len({shape for shape, _ in plan}) <= 6
+        for (count, bucket), chosen in plan:
+            assert 0 < len(chosen) <= count and count % multiple == 0 and any(chosen)
+            assert all(sum(lengths[i] for i in line) <= bucket for line in chosen)
+            assert packed or all(len(line) <= 1 for line in chosen)
+
     @settings(max_examples=60, deadline=None)
     @given(
         lengths=st.lists(st.integers(1, 64), max_size=40),
@@ -294,7 +351,62 @@ class TestPacking:
         for (count, bucket), chosen in plan:
             assert 0 < len(chosen) <= count and count % multiple == 0
             assert all(sum(lengths[i] for i in line) <= bucket for line in chosen)
-            assert packed or all(len(line) == 1 for line in chosen)
+            assert packed or all(len(line) <= 1 for line in chosen)
+
+
+class TestAgree:
+    """Two hosts: rows of both buckets and a correction on one, a few short rows on the other."""
+
+    @pytest.fixture
+    def parts(self, corrected):
+        settings_ = config(batch={"buckets": [16, 32], "rows_per_microbatch": 2})
+        groups = [simple("a", [1, 0, 0], [20, 25, 27]), corrected], [simple("b", [1, 0], [9, 2])]
+        own = [batching.build(g, settings_, hosts=2) for g in groups]
+        return own, [batching.agree(p, [q.outline for q in own], settings_) for p in own], settings_
+
+    def test_the_same_shapes_in_the_same_order_padded_by_empty_ones(self, parts):
+        own, agreed, _ = parts
+        shapes = [[b.tokens.shape for b in p.microbatches] for p in own]
+        assert shapes[1] == [(2, 16)] and set(shapes[0]) > {(1, 32)}
+        assert len({tuple(b.tokens.shape for b in p.microbatches) for p in agreed}) == 1
+        assert agreed[0].corrected == agreed[1].corrected and sum(agreed[0].corrected) == 1
+        trained = [sum(int(b.loss_mask.sum()) for b in p.microbatches) for p in agreed]
+        assert trained == [sum(p.trained) for p in own]  # nothing is lost
+
+    def test_denominator_and_metrics_are_those_of_all(self, parts, corrected):
+        _, agreed, settings_ = parts
+        assert {float(b.denominator) for p in agreed for b in p.microbatches} == {7.0}  # trajectories, not 5 and 2
+        assert agreed[0].metrics == agreed[1].metrics
+        groups = [simple("a", [1, 0, 0], [20, 25, 27]), corrected, simple("b", [1, 0], [9, 2])]
+        whole = batching.build(groups, settings_).metrics
+        for name in whole.keys() - {"batch/microbatches", "batch/buckets", "batch/padding_fraction"}:
+            assert agreed[0].metrics[name] == pytest.approx(whole[name]), name
+        cells = 2 * sum(b.tokens.size for b in agreed[0].microbatches)
+        assert agreed[0].metrics["batch/padding_fraction"] == pytest.approx(1 - whole["batch/tokens"] / cells)
+
+    def test_extremes_are_those_of_all(self, parts):
+        own, _, settings_ = parts
+        found = {"reweight/min_edited": 0.8, "reweight/max_edited": 1.0}, {"reweight/min_edited": 0.9}
+        found[1]["reweight/max_edited"] = 1.2
+        outlines = [p.outline._replace(extremes=e) for p, e in zip(own, found, strict=True)]
+        for part in own:
+            agreed = batching.agree(part, outlines, settings_)
+            assert agreed.extremes == {"reweight/min_edited": 0.8, "reweight/max_edited": 1.2}
+
+    def test_a_host_without_rows_takes_part(self):
+        settings_ = config()
+        own = [batching.build(g, settings_, hosts=2) for g in ([simple("a", [1, 0], [3, 4])], [])]
+        first, second = (batching.agree(p, [q.outline for q in own], settings_) for p in own)
+        assert [b.tokens.shape for b in first.microbatches] == [b.tokens.shape for b in second.microbatches]
+        assert second.has_gradient and not any(b.loss_mask.any() for b in second.microbatches)
+
+    def test_groups_keep_their_minibatch(self):
+        groups = [simple(name, [1, 0], [1, 1]) for name in "abcde"]
+        hosts = (
+            batching.split_groups(groups[::2], 2, range(0, 5, 2), 5),
+            batching.split_groups(groups[1::2], 2, range(1, 5, 2), 5),
+        )
+        assert [[[g.id for g in part] for part in host] for host in hosts] == [[["a", "c", "e"], []], [[], ["b", "d"]]]
 
 
 def test_minibatches_hold_whole_groups():

@@ -14,8 +14,8 @@ from rti_jax.config import Config, ConfigError, load_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (
-    "train", "eval", "select", "sft", "score", "export", "compare", "plan", "doctor", "validate", "report", "view",
-    "reproduce",
+    "train", "eval", "select", "sft", "score", "export", "compare", "plan", "doctor", "validate", "serve", "report",
+    "view", "reproduce",
 )  # fmt: skip
 TINY = "env: {tools: short, countries: [US], train_tasks: 4, test_tasks: 4}\n"
 
@@ -214,6 +214,24 @@ class TestLauncher:
 
     def test_platform_is_told_without_importing_jax(self):
         assert launcher.runs_on_cpu({"JAX_PLATFORMS": "cpu"}) and not launcher.runs_on_cpu({"JAX_PLATFORMS": "cuda"})
+
+    def test_jax_gets_what_vllm_beside_it_leaves_of_a_gpu(self):
+        name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+        def share(environment, **engine):
+            return launcher.gpu_additions(environment, Config.model_validate({"engine": engine}))
+
+        assert share({}, memory_fraction=0.4) == {name: "0.57"}
+        assert share({}, args={"gpu_memory_utilization": 0.9}) == {name: "0.07"}
+        assert share({}, sleep=True) == {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+        assert share({}, kind="server", start=1) == {}
+        frozen = [f"rti.roles.{role}.model=strong" for role in ("validator", "corrector")]  # one engine
+        overrides = [*frozen, "engine.frozen_fraction=0.3", "engine.memory_fraction=0.2"]
+        with_roles = load_config(ROOT / "configs/quickstart.yaml", overrides)
+        assert launcher.gpu_additions({}, with_roles) == {name: "0.47"}
+        assert share({name: ".5"}, memory_fraction=0.4) == {} == share({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+        with pytest.raises(ConfigError, match=f"{name}=0.7 and the 0.4 of vLLM .* are more than a GPU has"):
+            share({name: ".7"}, memory_fraction=0.4)
 
     def start(self, tmp_path, **environment):
         """Variables that the process has after `relaunch`, and what it said."""

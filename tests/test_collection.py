@@ -8,6 +8,7 @@ import pytest
 from rti_jax import advantages
 from rti_jax.collection import Collection, capped
 from rti_jax.engine_errors import EngineError
+from rti_jax.hosts import Hosts
 from rti_jax.rollout import Player
 from tests.fakes import FakeEngine, Lookup, call, lookup_source, lookup_task, small_config, tiny_chat
 
@@ -27,9 +28,11 @@ def collected(answer, tasks, step=0, **rollout):
     engine = FakeEngine(chat, answer)
     player = Player(lookup_source(), chat, engine, config)
     collection = Collection(
-        config, tasks, player, None, None, None, NoRecorder(), lambda name: contextlib.nullcontext()
+        config, tasks, player, None, None, None, NoRecorder(), lambda name: contextlib.nullcontext(), Hosts()
     )
-    return config, asyncio.run(collection(step))
+    found = asyncio.run(collection(step))
+    assert found.everyone == found.own and found.total == len(found.numbers) == len(found.own)
+    return config, (found.own, found.metrics)
 
 
 def tasks(count=40):

@@ -13,7 +13,7 @@ PACKAGES = ("rti_jax", "models", "envs")
 NUMPY_ONLY = ("gate", "advantages", "batching", "packing", "reweight", "leakage")
 
 # A factory that loads the implementation its config asks for: the one import that goes back.
-FACTORY = {("rti_jax.engine", "rti_jax.endpoints")}
+FACTORY = {("rti_jax.engine", "rti_jax.server_engine")}
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -101,7 +101,11 @@ def test_host_side_stages_load_neither_jax_nor_torch():
 
 
 def test_only_the_engine_imports_vllm():
-    assert {n for n, path in MODULES.items() if "vllm" in roots(path)} <= {"rti_jax.engine", "rti_jax.vllm_plugin"}
+    assert {n for n, path in MODULES.items() if "vllm" in roots(path)} <= {
+        "rti_jax.engine",
+        "rti_jax.vllm_plugin",
+        "rti_jax.device_transfer",
+    }
 
 
 def test_the_learner_never_imports_a_model():

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from test_endpoints import FakeServer
+from fake_server import FakeServer
 from tiny_models import byte_tokenizer, make_qwen3, reference_logprobs
 
 from rti_jax import batching, distillation
 from rti_jax.config import Config, ConfigError
 from rti_jax.runs import Run
 from rti_jax.runtime import load_policy
-from rti_jax.train import Learner
+from rti_jax.training_state import Learner
 from rti_jax.types import Group, Status, Trajectory, Turn
 from tests.fakes import tiny_tokenizer
 
@@ -158,8 +158,7 @@ class TestServers:
 
         server.answers = {"/tokenize": tokenize, "/v1/completions": complete}
         yield server
-        server.server.shutdown()
-        server.server.server_close()
+        server.close()
 
     def config(self, folders, server, **teacher):
         return config_of(folders[0], teacher={"urls": [server.url], "temperature": 1.0, **teacher})

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from test_endpoints import FakeServer
+from fake_server import FakeServer
 from tiny_models import byte_tokenizer
 from typer.testing import CliRunner
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from tiny_models import BYTES, VOCAB_SIZE, ReferenceModel, make_qwen3
 
+from models import hf
 from rti_jax import engine as engine_lib
-from rti_jax import vllm_settings
+from rti_jax import vllm_settings, weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine import GenerateRequest, make_engine
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
@@ -57,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    engine = make_engine(folder, config())
+    engine = make_engine(folder, config(restarts=1))
     yield engine
     asyncio.run(engine.close())
 
@@ -131,7 +132,7 @@ class TestSampling:
 
         asyncio.run(cancel())
         deadline = time.monotonic() + 60
-        while engine._llm.get_num_unfinished_requests():
+        while engine._vllm.llm.get_num_unfinished_requests():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -148,9 +149,11 @@ class TestStart:
         ):
             make_engine(folder, config())
 
-    def test_a_transfer_that_needs_a_torch_trainer_is_refused(self, folder):
-        with pytest.raises(ConfigError, match="engine.weight_transfer=nccl"):
-            make_engine(folder, config(weight_transfer="nccl"))
+    def test_a_transfer_that_the_kind_cannot_have_is_refused(self):
+        for kind, transfer in (("vllm", "nccl"), ("server", "ipc")):
+            with pytest.raises(ValueError, match=f"engine.weight_transfer={transfer} is for engine.kind="):
+                config(kind=kind, weight_transfer=transfer, urls=["http://a"])
+        assert config(kind="server", weight_transfer="nccl", urls=["http://a"]).engine.weight_transfer == "nccl"
 
     def test_arguments_follow_the_config_and_the_users_win(self, folder):
         args = vllm_settings.arguments(folder, config(args={"max_num_seqs": 3, "seed": 5}), on_cpu=True)
@@ -254,13 +257,34 @@ class TestEnd:
             assert trainer.wait(300) != 0
             wait_until_gone(trainer.pid)
 
-    def test_a_dead_engine_says_so_and_close_ends_everything(self, engine):
+    def test_a_dead_engine_is_started_again_with_the_weights_of_now(self, engine, folder, tmp_path):
+        """Last but one of the module: the shared engine has no restart left."""
+        other = make_qwen3(tmp_path / "other", seed=5)
+        assert asyncio.run(weight_sync.sync(engine, *hf.load(other), 5)) == 5
+        requests = [request(i, max_tokens=300) for i in range(8)]
+        wanted = sample(engine, *requests)
+        assert len(asyncio.run(engine.checksums())) > 10
+        engine.pop_metrics()
+
+        async def die():
+            running = [asyncio.create_task(engine.generate(r)) for r in requests]
+            await engine.generate(request(99, max_tokens=1))  # its answer: the others are being sampled
+            for process in engine._vllm.processes:
+                process.kill()
+            return await asyncio.gather(*running)
+
+        assert asyncio.run(asyncio.wait_for(die(), 500)) == wanted
+        assert {r.policy_version for r in wanted} == {5}
+        metrics = engine.pop_metrics()
+        assert metrics["engine/restarts"] == 1 and metrics["engine/retried_requests"] >= 1
+
+    def test_an_engine_that_dies_too_often_says_so_and_close_ends_everything(self, engine):
         """Last of the module: it ends the shared engine."""
 
         async def die():
             running = asyncio.create_task(engine.generate(request(0, max_tokens=480)))
             await asyncio.sleep(0.05)
-            for process in engine._processes:
+            for process in engine._vllm.processes:
                 process.kill()
             with pytest.raises(EngineDiedError, match="process died .*; start the engine again"):
                 await running

@@ -221,6 +221,16 @@ class TestRunLayers:
             by_hand = jnp.tanh(by_hand @ stacked.linear.kernel[...][i]) + shift
         np.testing.assert_allclose(reference[0], by_hand.sum(), rtol=1e-5)
 
+    def test_offload_keeps_layer_inputs_in_host_memory(self):
+        graph, state = nnx.split(layers.stack(self.Layer, 3, nnx.Rngs(0)))
+
+        def moved(remat):
+            execution = layers.Execution(remat=remat)
+            loss = lambda s: layers.run_layers(nnx.merge(graph, s), jnp.ones((2, 3, 4)), execution, 0.1).sum()  # noqa: E731
+            return str(jax.make_jaxpr(jax.grad(loss))(state)).count("<host>")
+
+        assert moved("offload") > 0 and moved("full") == moved("dots") == 0
+
 
 class TestExecution:
     @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("attention", "flash"), ("remat", "some")])

@@ -76,7 +76,7 @@ class TestFlops:
 
         return [jax.jit(f).lower(params, ids, ids, ids).cost_analysis()["flops"] for f in (loss, jax.grad(loss))]
 
-    @pytest.mark.parametrize("remat", ["none", "full"])
+    @pytest.mark.parametrize("remat", ["none", "dots", "full"])
     @pytest.mark.parametrize("raw", [DENSE, HYBRID], ids=["dense", "hybrid"])
     def test_agree_with_xlas_count_of_an_unrolled_model(self, raw, remat):
         model = described(raw, attention="blockwise", remat=remat, scan_layers=False)

@@ -283,6 +283,9 @@ class _Engine:
         self.version = version
         return version
 
+    def pop_metrics(self):
+        return {"engine/restarts": 0.0}
+
 
 async def _session():
     from rti_jax.engine_session import EngineSession
@@ -291,6 +294,7 @@ async def _session():
     session = await EngineSession.begin(engine, [])
     seen = [session.version, (await session.generate(request)).policy_version]
     seen += [await session.update_weights([], 5), session.version, (await session.generate(request)).policy_version]
+    assert session.pop_metrics() == engine.pop_metrics()
     await session.close()
     again = await EngineSession.begin(engine, [])
     return seen, again.version, engine.version

@@ -3,9 +3,11 @@
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -75,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics(runs):
     assert whole.keys() == resumed.keys()
     for name in whole:
         np.testing.assert_array_equal(whole[name], resumed[name], err_msg=name)
-    timed = ("time/", "_seconds")
+    timed = ("time/", "_seconds", "compile/")  # of the process
     for a, b in zip(lines(runs / "whole"), lines(runs / "resumed"), strict=True):
         drop = lambda line: {k: v for k, v in line.items() if not any(t in k for t in timed)}  # noqa: E731
         assert drop(a) == drop(b)
@@ -87,6 +89,49 @@ def test_eight_devices_have_the_same_first_loss(runs):
     np.testing.assert_allclose(eight["optimizer/grad_norm"], one["optimizer/grad_norm"], rtol=1e-5)
     # About -1e-4 is left of terms of size one; float32 scores in the weights w leave 1e-8 of those terms.
     np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.fixture(scope="module")
+def two(runs):
+    """The same run by two processes with an engine each, stopped after one step and continued."""
+    for steps in (1, 2):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        hosts = [f"hosts.coordinator={address}", "hosts.processes=2", "hosts.stall_timeout=450"]
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(train, runs, "two", f"steps={steps}", *hosts, f"hosts.process_id={i}") for i in range(2)
+            ]
+            first, second = (job.result() for job in jobs)
+        assert f"{steps} steps are done" in first.stdout and not second.stdout
+    assert "going on from the checkpoint after step 1" in first.stdout
+    return runs / "two"
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_sample_and_learn_what_one_does(runs, two):
+    for step in (1, 2):
+        files = [run / "trajectories" / f"step_00000{step}.jsonl" for run in (runs / "whole", two)]
+        one, both = ([json.loads(line) for line in file.open()] for file in files)
+        ids = lambda played: [(line["id"], [t["response_ids"] for t in line["turns"]]) for line in played]  # noqa: E731
+        assert ids(one) == ids(both)
+    for one, both in zip(lines(runs / "whole"), lines(two), strict=False):
+        assert one.keys() == both.keys() and both["mismatch/after_max"] < 1e-4
+        np.testing.assert_allclose(both["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)  # as on eight devices
+        np.testing.assert_allclose(both["optimizer/grad_norm"], one["optimizer/grad_norm"], rtol=1e-5)
+        for name in ("batch/trained_tokens", "rollout/pre_success", "rti/replaced", "rti/corrector_calls"):
+            assert one[name] == both[name], name
+    assert [line["step"] for line in lines(two)] == [1, 2]
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_leave_one_run_folder(two):
+    assert sorted(p.name for p in (two / "evals").glob("*.json")) == [f"step_00000{i}.json" for i in (0, 1, 2)]
+    evaluation = json.loads((two / "evals" / "step_000002.json").read_text())
+    assert [t["n"] for t in evaluation["tasks"]] == [2] * 4  # two tasks of each kind, two trials, from both hosts
+    assert (two / "export" / "model.safetensors").is_file() and (two / "report.html").is_file()
+    assert sorted(p.name for p in (two / "checkpoints").iterdir()) == ["1", "2"]
 
 
 @pytest.mark.slow
@@ -156,13 +201,13 @@ def test_a_changed_algorithm_is_refused_with_the_difference(runs):
 
 
 def test_minibatches_add_counts_keep_maxima_and_average_the_rest():
-    from rti_jax.train import _combined
+    from rti_jax.training_state import combined
 
     parts = [{"groups/flat": 1.0, "mismatch/max": 0.1, "loss/total": 1.0, "policy/tokens": 3.0}, {"groups/flat": 2.0}]
     parts[1] |= {"mismatch/max": 0.3, "loss/total": 2.0, "policy/tokens": 4.0}
-    assert _combined(parts) == {"groups/flat": 3.0, "mismatch/max": 0.3, "loss/total": 1.5, "policy/tokens": 7.0}
+    assert combined(parts) == {"groups/flat": 3.0, "mismatch/max": 0.3, "loss/total": 1.5, "policy/tokens": 7.0}
     weights = [{"reweight/min_edited": 0.9, "reweight/max_edited": 1.1}, {"reweight/min_edited": 0.8}]
-    assert _combined(weights) == {"reweight/min_edited": 0.8, "reweight/max_edited": 1.1}
+    assert combined(weights) == {"reweight/min_edited": 0.8, "reweight/max_edited": 1.1}
 
 
 @pytest.mark.parametrize(
@@ -178,10 +223,10 @@ def test_minibatches_add_counts_keep_maxima_and_average_the_rest():
 )
 def test_what_would_stop_a_run_is_found_before_vllm_starts(override):
     from rti_jax import config as config_lib
-    from rti_jax.train import TaskSets
+    from rti_jax.run_tasks import RunTasks
 
     with pytest.raises(config_lib.ConfigError):
-        TaskSets.load(config_lib.load_config(CONFIG, [override]))
+        RunTasks.load(config_lib.load_config(CONFIG, [override]))
 
 
 def test_a_missing_model_folder_is_one_line(tmp_path):
