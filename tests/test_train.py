@@ -104,7 +104,8 @@ def two(runs):
                 pool.submit(train, runs, "two", f"steps={steps}", *hosts, f"hosts.process_id={i}") for i in range(2)
             ]
             first, second = (job.result() for job in jobs)
-        assert f"{steps} steps are done" in first.stdout and not second.stdout
+        assert f"{steps} steps are done" in first.stdout
+        assert "steps are done" not in second.stdout  # JAX's collectives have their own line there
     assert "going on from the checkpoint after step 1" in first.stdout
     return runs / "two"
 
