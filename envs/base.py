@@ -95,7 +95,13 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the episode ended: `status` is a value of rti_jax.types.Status, reward is None for the error statuses."""
+    """How the episode ended.
+
+    Attributes:
+      status: a value of rti_jax.types.Status.
+      reward: 1 for success, below 1 (0) for failure; None for the error statuses.
+      info: of JSON's types, for viewers and statistics.
+    """
 
     status: str
     reward: float | None

@@ -16,6 +16,7 @@ from renderers import ParsedToolCall, ToolCallParseStatus, config_from_name, cre
 
 from envs.base import AssistantTurn, Message, ToolCall
 from rti_jax.config import ConfigError
+from rti_jax.plain_json import encodable, encodable_json, unbounded
 from rti_jax.template_renderer import TemplateRenderer
 
 # Template family of each `model_type` of a Hugging Face config.json; TEMPLATE is the tokenizer's own chat template.
@@ -164,7 +165,7 @@ class Chat:
         end = len(self.generation_prompt)
         if tuple(prompt_ids[-end:]) != self.generation_prompt:
             raise ValueError("the prompt does not end in this template's generation prompt")
-        first, second = {"role": "user", "content": "x"}, {"role": "user", "content": text}
+        first, second = {"role": "user", "content": "x"}, {"role": "user", "content": encodable(text)}
         bare = self._render([first], None, generate=False)
         both = self._render([first, second], None)
         if both[: len(bare)] != bare:
@@ -279,12 +280,12 @@ def _generation_stop_ids(folder: pathlib.Path) -> list[int]:
 
 
 def _tool_call(call: ParsedToolCall) -> ToolCall:
-    name = call.name if isinstance(call.name, str) else ""
+    name = encodable(call.name) if isinstance(call.name, str) else ""
     arguments = call.arguments
     if call.status is ToolCallParseStatus.OK and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ToolCall(name, None, error="the arguments of the tool call are not valid JSON")
     if call.status is not ToolCallParseStatus.OK:
         return ToolCall(name, None, error=_parse_error(call))
@@ -292,14 +293,16 @@ def _tool_call(call: ParsedToolCall) -> ToolCall:
         return ToolCall("", None, error="the tool call has no name")
     if not isinstance(arguments, dict):
         return ToolCall(name, None, error="the arguments of the tool call are not an object")
-    return ToolCall(name, arguments)
+    if problem := unbounded(arguments):
+        return ToolCall(name, None, error=problem)
+    return ToolCall(name, encodable_json(arguments))
 
 
 def _parse_error(call: ParsedToolCall) -> str:
     if call.status is ToolCallParseStatus.INVALID_JSON:
         try:
             json.loads(call.raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"the tool call is not valid JSON: {error}"
         return "the tool call is not valid JSON"
     if call.status is ToolCallParseStatus.UNCLOSED_BLOCK:

@@ -17,6 +17,7 @@ from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingCo
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource
+from rti_jax.plain_json import encodable_json, unbounded
 from rti_jax.rollout import Episode, Player, Revise, Seat
 from rti_jax.supervised import Supervised
 from rti_jax.types import Status
@@ -112,7 +113,8 @@ def recorded(reply: Mapping[str, Any], index: int) -> Message:
         {"type": "function", "id": call.get("id") or f"call_{index}_{i}", "function": _function(call)}
         for i, call in enumerate(reply.get("tool_calls") or ())
     ]
-    return message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
+    message |= ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
+    return encodable_json(message)
 
 
 def _function(call: Mapping[str, Any]) -> dict[str, str]:
@@ -141,7 +143,9 @@ def _arguments(written: str) -> tuple[dict[str, Any] | None, str | None]:
         return None, f"the arguments of the tool call are not valid JSON: {error}"
     if not isinstance(arguments, dict):
         return None, "the arguments of the tool call are not an object"
-    return arguments, None
+    if problem := unbounded(arguments):
+        return None, problem
+    return encodable_json(arguments), None
 
 
 def as_api(message: Mapping[str, Any]) -> Message:

@@ -14,6 +14,7 @@ import pydantic
 from envs.base import Environment, EnvironmentConfig, Task
 from rti_jax.config import ConfigError, EnvConfig, Origin
 from rti_jax.config_errors import explain
+from rti_jax.plain_json import encodable
 from rti_jax.seeds import derive_seed
 
 BUILT_IN = {
@@ -48,7 +49,7 @@ class EnvironmentSource:
             raise ConfigError(str(error)) from error
 
     def tasks(self, split: str, key: str = "env.split") -> list[Task]:
-        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique.
+        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are no unique texts.
 
         Args:
           key: that names the split, for errors.
@@ -59,6 +60,13 @@ class EnvironmentSource:
             raise ConfigError(f"{key}={split}: {error}") from error
         if not tasks:
             raise ConfigError(f"{key}={split}: {self.cls.__name__} has no tasks there")
+        for task in tasks:
+            if not isinstance(task, Task):
+                raise ConfigError(f"{key}={split}: {self.cls.__name__} gave {task!r:.80} as a task, which is no Task")
+            if not (isinstance(task.id, str) and task.id and encodable(task.id) == task.id):
+                raise ConfigError(f"{key}={split}: {self.cls.__name__} gave a task with id {task.id!r:.80}, not a text")
+            if not isinstance(task.kind, str):
+                raise ConfigError(f"{key}={split}: task {task.id} has the kind {task.kind!r:.80}, not a text")
         if len({t.id for t in tasks}) != len(tasks):
             raise ConfigError(f"{key}={split}: the tasks of {self.cls.__name__} have ids that are not unique")
         return tasks

@@ -8,7 +8,6 @@ the run.
 
 import dataclasses
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -270,18 +269,11 @@ class Episode:
         self._written.extend(messages)
 
     def outcome(self, outcome: env_base.Outcome) -> tuple[Status, float | None, dict]:
-        """The environment's score; a failure whose last response was cut at the token limit is truncated."""
-        try:
-            status = Status(outcome.status)
-        except ValueError:
-            raise env_base.EnvironmentError(f"score() gave the unknown status {outcome.status!r}") from None
-        if not status.valid:
-            return status, None, dict(outcome.info)
-        if outcome.reward is None or not math.isfinite(outcome.reward):
-            raise env_base.EnvironmentError(f"score() gave {outcome.status} with reward {outcome.reward}")
+        """A score that `Supervised` gave; a failure whose last response was cut at the token limit is truncated."""
+        status = Status(outcome.status)
         if status is Status.FAILURE and self.cut:
             status = Status.TRUNCATED
-        return status, float(outcome.reward), dict(outcome.info)
+        return status, outcome.reward, outcome.info
 
 
 def _make(source: EnvironmentSource) -> Environment:

@@ -1,9 +1,10 @@
-"""An environment as everything here drives it: calls checked, every wait limited, every error its own."""
+"""An environment as everything here drives it: calls and answers checked, waits limited, every error its own."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from envs.base import AssistantTurn, CallTimeout, Environment, EnvironmentError, Observation, Outcome, StepResult, Task
+from rti_jax import answers
 from rti_jax.limits import EpisodeTimeout, within
 from rti_jax.tool_schemas import ToolSchemas
 
@@ -16,7 +17,8 @@ class Supervised:
     Args:
       seconds: limit of one `reset`, `step` or `score`; it holds wherever the environment awaits something.
 
-    Every method raises EnvironmentError, whatever the environment raises, and CallTimeout, which names the method.
+    Every method raises EnvironmentError, whatever the environment raises or wrongly gives, and CallTimeout, which names
+    the method. Here messages enter an episode, so here their text is made encodable.
     """
 
     def __init__(self, environment: Environment, seconds: float):
@@ -25,20 +27,20 @@ class Supervised:
         self._schemas: ToolSchemas | None = None
 
     async def reset(self, task: Task) -> Observation:
-        start = await self._await("reset", lambda: self.environment.reset(task))
+        start = answers.observation(await self._await("reset", lambda: self.environment.reset(task)))
         if self.environment.check_arguments:
             try:
                 self._schemas = ToolSchemas(start.tools)
-            except Exception as error:  # a tool without a name, a schema that is none
+            except Exception as error:  # a schema that is none
                 raise EnvironmentError(f"tools of the observation: {type(error).__name__}: {error}") from error
         return start
 
     async def step(self, turn: AssistantTurn) -> StepResult:
         """Plays a turn; a call that does not fit its tool arrives with `error` set."""
-        return await self._await("step", lambda: self.environment.step(self.checked(turn)))
+        return answers.step_result(await self._await("step", lambda: self.environment.step(self.checked(turn))))
 
     async def score(self) -> Outcome:
-        return await self._await("score", lambda: self.environment.score())
+        return answers.outcome(await self._await("score", lambda: self.environment.score()))
 
     def checked(self, turn: AssistantTurn) -> AssistantTurn:
         """The turn as the environment gets it."""

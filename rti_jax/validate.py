@@ -32,6 +32,7 @@ from rti_jax.eval_play import COLUMNS
 from rti_jax.limits import EpisodeTimeout, run_bounded, within
 from rti_jax.supervised import Supervised
 from rti_jax.task_sets import limited
+from rti_jax.types import Status
 
 SECONDS = 60.0  # of one set-up, turn or score
 TOGETHER = 64  # episodes at once
@@ -255,6 +256,8 @@ def _judge(task: Task, is_gold: bool, played: Played, exception: bool) -> list[F
     check, won = ("gold" if is_gold else "idle"), _won(played)
     if played.outcome is None:
         return [Finding(check, task.id, played.problem)]
+    if not Status(played.outcome.status).valid:
+        return [Finding(check, task.id, f"{check} play ends in {_words(played.outcome)}")]
     if is_gold and not won:
         return [Finding(check, task.id, f"gold play ends in {_words(played.outcome)}")]
     if not is_gold and won and not exception:

@@ -165,6 +165,8 @@ class TestEpisode:
         [
             ('{"name": ', "the arguments of the tool call are not valid JSON"),
             ("[1]", "the arguments of the tool call are not an object"),
+            ('{"name": NaN}', "the arguments hold a number that is not finite, or too large"),
+            ('{"name": ' + "[" * 400 + "]" * 400 + "}", "the arguments are nested more than 32 deep"),
         ],
     )
     def test_malformed_arguments_come_back_as_a_tool_error(self, serve, arguments, error):
@@ -177,6 +179,20 @@ class TestEpisode:
         assert trajectory.messages[3]["content"].startswith(f"Error: {error}")
         sent = server.bodies[1]["messages"][2]["tool_calls"][0]["function"]["arguments"]
         assert json.loads(sent) == {"unreadable": arguments}  # servers refuse what is no JSON
+
+    def test_what_has_no_utf8_is_replaced(self, serve):
+        def odd(body):
+            first = says("\ud800", tool("look\udc00", '{"name": "\\ud800"}'), reasoning_content="\udfff")
+            return expert(body) if len(body["messages"]) > 2 else first
+
+        server = serve(odd)
+        trajectory = play(server)
+        assert trajectory.success
+        message = trajectory.messages[2]
+        assert (message["content"], message["reasoning_content"]) == ("\ufffd", "\ufffd")
+        (call,) = endpoint_policy.read(message).tool_calls
+        assert (call.name, call.arguments) == ("look\ufffd", {"name": "\ufffd"})
+        assert trajectory.messages[3]["content"].startswith("Error: unknown tool look\ufffd")
 
     def test_a_call_without_arguments_or_id(self):
         reply = {"tool_calls": [{"function": {"name": "look", "arguments": ""}}, {"function": {"name": None}}]}

@@ -5,8 +5,8 @@ import collections
 
 import pytest
 
-from envs.base import Environment, Task
-from rti_jax import batching
+from envs.base import Environment, Outcome, StepResult, Task, tool_error
+from rti_jax import batching, runs
 from rti_jax.config import ConfigError, EnvConfig
 from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.environments import BUILT_IN, environment_source, load_environment, sample_tasks
@@ -86,6 +86,41 @@ class TestEpisode:
         t = play(p)
         assert t.success and len(t.turns) == 3
         assert t.messages[3]["content"].startswith("Error: the tool call is not valid JSON")
+
+    @pytest.mark.parametrize(
+        "written",
+        [
+            '{"name": "\\ud800", "arguments": {}}',
+            '{"name": "look", "arguments": {"\\udfff": "\\ud800"}}',
+            '{"name": "look", "arguments": {"name": NaN}}',
+            '{"name": "look", "arguments": {"name": 1e999}}',
+            '{"name": "look", "arguments": {"name": ' + "[" * 400 + "]" * 400 + "}}",
+        ],
+    )
+    def test_what_only_json_can_write_ends_no_run(self, written, tmp_path):
+        """Lone surrogates, which have no UTF-8, numbers that are none, and depth: the call's error, or its text."""
+
+        class Echo(Lookup):
+            def _result(self, call):
+                return tool_error(call, call.error or f"{call.name} {call.arguments} \ud800")
+
+        p = player(lambda text: f"<tool_call>\n{written}\n</tool_call>", max_turns=2, sampling={"max_tokens": 3000})
+        p.source = type(p.source)(Echo, Echo.Config(), 2)
+        t = play(p)
+        assert (t.status, t.reward, len(t.turns)) == (Status.FAILURE, 0.0, 2)
+        assert t.messages[3]["content"].startswith("Error: ")
+        (tmp_path / "line").write_text(runs.trajectory_line(t), encoding="utf-8")
+
+    def test_a_user_message_without_utf8(self):
+        class Odd(Lookup):
+            async def reset(self, task):
+                start = await super().reset(task)
+                return type(start)([{"role": "user", "content": "\ud800?"}, *start.messages[1:]], start.tools)
+
+        p = player()
+        p.source = type(p.source)(Odd, Odd.Config(), 4)
+        t = play(p)
+        assert t.success and t.messages[0]["content"] == "\ufffd?"
 
     def test_seeds_differ_by_turn_and_member(self):
         p = player()
@@ -260,6 +295,28 @@ class TestErrors:
         assert (t.status, t.reward) == (status, None)
         assert words in t.info["error"] and t.info["retries"] == 1
         assert len(Lookup.closed) == 2
+
+    @pytest.mark.parametrize(
+        "method, given, words",
+        [
+            ("step", None, "step gave None, not a StepResult"),
+            ("step", StepResult(["go on"]), "step gave as message 0 a str"),
+            ("score", Outcome("success", 0.0), "success with reward 0.0, which contradict each other"),
+            ("score", Outcome("failure", None), "failure with a reward that is None"),
+        ],
+    )
+    def test_a_wrong_answer_of_the_environment_is_its_error(self, method, given, words):
+        class Wrong(Lookup):
+            pass
+
+        async def wrong(self, *args):
+            return given
+
+        setattr(Wrong, method, wrong)
+        p = player()
+        p.source = type(p.source)(Wrong, Wrong.Config(), 4)
+        t = play(p)
+        assert (t.status, t.reward) == (Status.ENVIRONMENT_ERROR, None) and words in t.info["error"]
 
     def test_a_judge_that_answers_at_last(self):
         Lookup.judged.clear()

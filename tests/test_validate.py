@@ -154,6 +154,37 @@ class Silent(Sum):
         return StepResult([])
 
 
+class Failed(Sum):
+    """Names a failure otherwise than `Status` does."""
+
+    async def score(self):
+        outcome = await super().score()
+        return outcome if outcome.reward else Outcome("failed", 0.0)
+
+
+class Worthless(Sum):
+    async def score(self):
+        return Outcome("success", (await super().score()).reward)
+
+
+class NoReward(Sum):
+    async def score(self):
+        outcome = await super().score()
+        return Outcome(outcome.status, outcome.reward or None)
+
+
+class NoVerdict(Sum):
+    async def score(self):
+        outcome = await super().score()
+        return outcome if outcome.reward else Outcome("judge_error", None)
+
+
+class Mute(Sum):
+    async def reset(self, task):
+        await super().reset(task)
+        return Observation([])
+
+
 def source(cls):
     return EnvironmentSource(cls, cls.Config(), 3)
 
@@ -192,6 +223,11 @@ class TestChecks:
             (Slow, all_tasks("gold") | all_tasks("idle"), "score took longer than 0.05 s"),
             (Misfit, all_tasks("gold"), "a call of turn 0 does not fit its tool: argument sum: '3' is not of type"),
             (Broken, all_tasks("gold") | all_tasks("idle") | all_tasks("evidence"), "OSError"),
+            (Failed, all_tasks("idle"), "score() gave the unknown status 'failed'"),
+            (Worthless, all_tasks("idle"), "score() gave success with reward 0.0, which contradict each other"),
+            (NoReward, all_tasks("idle"), "score() gave failure with a reward that is None"),
+            (NoVerdict, all_tasks("idle"), "idle play ends in judge_error with reward None"),
+            (Mute, all_tasks("gold") | all_tasks("idle") | all_tasks("evidence"), "reset gave no messages"),
             (Silent, all_tasks("gold") | all_tasks("idle"), "answered with nothing"),
         ],
     )
