@@ -13,7 +13,10 @@ from typing import Any
 
 import pydantic
 
+from envs import chat_api
 from envs.base import EnvironmentError, Message
+
+NO_KEY = "none"
 
 
 class EndpointConfig(pydantic.BaseModel):
@@ -34,7 +37,7 @@ class EndpointConfig(pydantic.BaseModel):
 def resolve(config: EndpointConfig, role: str) -> tuple[str, str, str]:
     """(url, model, key) of an endpoint: config first, then $RTI_<ROLE>_URL, _MODEL and _API_KEY; url may be empty."""
     prefix = f"RTI_{role.upper()}"
-    key = os.environ.get(f"{prefix}_API_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
+    key = os.environ.get(f"{prefix}_API_KEY") or os.environ.get("OPENAI_API_KEY") or NO_KEY
     return config.url or os.environ.get(f"{prefix}_URL", ""), config.model or os.environ.get(f"{prefix}_MODEL", ""), key
 
 
@@ -64,10 +67,10 @@ class Endpoint:
                 f"no endpoint for the {self._role}: set env.{self._role}.url or RTI_{self._role.upper()}_URL"
             )
         problem = ""
-        for _ in range(self._config.retries + 1):
+        for left in reversed(range(self._config.retries + 1)):
             try:
-                return _read(await self._request(messages, tools))
-            except _Unusable as error:
+                return _read(*await self._request(messages, tools))
+            except chat_api.UnusableAnswer as error:
                 problem = str(error)
             except TimeoutError:
                 problem = f"no answer within {self._config.timeout:g} s"
@@ -75,48 +78,61 @@ class Endpoint:
                 problem = f"{type(error).__name__}: {error}"
                 if getattr(error, "status_code", 500) in (400, 401, 403, 404, 422):
                     break  # the same request will fail again
-                await asyncio.sleep(0.5)
-        raise self._error(f"{self._role} at {self._url}: {' '.join(problem.split())[:300]}")
+                if left:
+                    await asyncio.sleep(0.5)
+        key = "" if self._key == NO_KEY else self._key
+        raise self._error(f"{self._role} at {self._url}: {chat_api.without_key(problem, key)}")
 
-    async def _request(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Any:
+    async def _request(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Message, str]:
+        """(message, finish reason)."""
         client, slots, models = _shared(self._url, self._key, self._config.concurrency)
         async with slots, asyncio.timeout(self._config.timeout):  # waiting for a slot is nobody's fault
             model = self._model or models.get("first")
             if not model:
-                model = models["first"] = (await client.models.list()).data[0].id
+                names = chat_api.read_models((await client.models.with_raw_response.list()).text)
+                if not names:
+                    raise chat_api.UnusableAnswer("it has no model")
+                model = models["first"] = names[0]
             fields: dict[str, Any] = {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
             if tools:
                 fields |= {"tools": list(tools), "tool_choice": "auto"}
-            answer = await client.chat.completions.create(
+            answer = await client.chat.completions.with_raw_response.create(
                 model=model,
-                messages=list(messages),
+                messages=chat_api.encodable(list(messages)),
                 extra_body=self._config.extra_body or None,
                 **{k: v for k, v in fields.items() if v is not None},
             )
-        if not answer.choices:
-            raise _Unusable("an answer without a choice")
-        return answer.choices[0].message
+        return chat_api.read(answer.text)
 
 
-class _Unusable(Exception):
-    pass
+def _read(message: Message, reason: str) -> Reply:
+    """An answer without its thinking.
+
+    Raises:
+      UnusableAnswer: it is not whole, nothing of it is left, or a call cannot be read.
+    """
+    if reason in ("length", "content_filter"):
+        raise chat_api.UnusableAnswer(f"the answer is not whole (finish_reason {reason})")
+    _, content, opened = chat_api.split_thinking(message["content"])
+    if opened:
+        raise chat_api.UnusableAnswer("an answer whose thinking is not closed")
+    calls = tuple(_call(i, call) for i, call in enumerate(message.get("tool_calls", ())))
+    if not (content := content.strip()) and not calls:
+        raise chat_api.UnusableAnswer("an empty answer")
+    return Reply(content or None, calls)
 
 
-def _read(message: Any) -> Reply:
-    """An answer without its thinking. Raises _Unusable if nothing is left, or a call cannot be read."""
-    content = (message.content or "").rpartition("</think>")[2].strip()
-    calls = []
-    for i, call in enumerate(message.tool_calls or []):
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except ValueError as error:
-            raise _Unusable(f"arguments of {call.function.name} are not JSON: {error}") from error
-        if not isinstance(arguments, dict):
-            raise _Unusable(f"arguments of {call.function.name} are not an object")
-        calls.append((call.id or f"call_{i}", call.function.name, arguments))
-    if not content and not calls:
-        raise _Unusable("an empty answer")
-    return Reply(content or None, tuple(calls))
+def _call(place: int, call: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    name, written = call["function"]["name"], call["function"]["arguments"]
+    if not isinstance(name, str) or not name:
+        raise chat_api.UnusableAnswer("a call without the name of a tool")
+    try:
+        arguments = chat_api.encodable(json.loads(written or "{}"))
+    except (ValueError, RecursionError) as error:
+        raise chat_api.UnusableAnswer(f"arguments of {name} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise chat_api.UnusableAnswer(f"arguments of {name} are not an object")
+    return call.get("id") or f"call_{place}", name, arguments
 
 
 # Per event loop: a client of one loop cannot be used in another.

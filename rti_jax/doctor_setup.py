@@ -12,7 +12,7 @@ from envs.base import ModelEndpoint
 from rti_jax import config as config_lib
 from rti_jax import config_diff, evaluate, replay, roles, runs, task_sets, weight_sync
 from rti_jax.doctor_records import Finding, Subject, failure, listed, not_applicable, ok, warning
-from rti_jax.engine_errors import EngineError
+from rti_jax.engine_errors import CutOffError, EngineError
 from rti_jax.environments import sample_tasks
 
 ENDPOINT_SECONDS = 30.0
@@ -89,16 +89,16 @@ def _role_endpoints(config: config_lib.Config) -> dict[str, ModelEndpoint]:
 
 async def _unanswered(name: str, endpoint: ModelEndpoint) -> str:
     """Why an endpoint does not answer a request of one token, or nothing."""
-    import openai
-
     from rti_jax.endpoints import ChatEndpoint
 
     client = ChatEndpoint(endpoint.url, endpoint.model, key=endpoint.key, timeout=ENDPOINT_SECONDS, retries=0)
     try:
         await client.complete([{"role": "user", "content": "Say ok."}], temperature=0.0, max_tokens=1)
         return ""
+    except CutOffError:
+        return ""  # after the one token that was asked for
     except EngineError as error:
-        refused = isinstance(error.__cause__, openai.AuthenticationError | openai.PermissionDeniedError)
+        refused = error.http_status in (401, 403)
         kind = ("wrong key: " if endpoint.key else "missing key: ") if refused else ""
         return f"{kind}{name}: {error}" + ("" if endpoint.key else f" ({endpoint.key_variable} is not set)")
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 from envs import base as env_base
 from envs.base import AssistantTurn, Environment, Message, Task, ToolCall
+from envs.chat_api import encodable, split_thinking
 from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingConfig
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
@@ -22,7 +23,6 @@ from rti_jax.rollout import Episode, Player, Revise, Seat
 from rti_jax.supervised import Supervised
 from rti_jax.types import Status
 
-THINKING_END = "</think>"  # of a server that does not take the thinking out of the text
 Tools = tuple[dict[str, Any], ...]
 
 
@@ -106,9 +106,9 @@ def connect(config: PolicyEndpointConfig) -> ChatEndpoint:
 def recorded(reply: Mapping[str, Any], index: int) -> Message:
     """An endpoint's message as it is kept: thinking apart, arguments of calls as they were written, every call with an
     id."""
-    thinking, mark, text = (reply.get("content") or reply.get("refusal") or "").rpartition(THINKING_END)
-    reasoning = reply.get("reasoning_content") or reply.get("reasoning") or thinking.replace("<think>", "").strip("\n")
-    message: Message = {"role": "assistant", "content": text.lstrip("\n") if mark else text}
+    thinking, text, _ = split_thinking(reply.get("content") or reply.get("refusal") or "")
+    reasoning = reply.get("reasoning_content") or reply.get("reasoning") or thinking
+    message: Message = {"role": "assistant", "content": text}
     calls = [
         {"type": "function", "id": call.get("id") or f"call_{index}_{i}", "function": _function(call)}
         for i, call in enumerate(reply.get("tool_calls") or ())
@@ -138,7 +138,7 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 def _arguments(written: str) -> tuple[dict[str, Any] | None, str | None]:
     """(arguments, None), or (None, what is wrong)."""
     try:
-        arguments = json.loads(written or "{}")
+        arguments = encodable(json.loads(written or "{}"))
     except (ValueError, RecursionError) as error:
         return None, f"the arguments of the tool call are not valid JSON: {error}"
     if not isinstance(arguments, dict):

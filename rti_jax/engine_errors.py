@@ -2,7 +2,17 @@
 
 
 class EngineError(Exception):
-    """The engine cannot do what was asked."""
+    """The engine cannot do what was asked.
+
+    Attributes:
+      http_status: of the answer that refused it, where there was one.
+    """
+
+    http_status: int | None = None
+
+
+class CutOffError(EngineError):
+    """An answer ended at the token limit."""
 
 
 class ContextLengthError(EngineError):

@@ -41,6 +41,11 @@ class EnvironmentSource:
         own = self.cls.at_once(self.config)
         return most if own is None else min(most, own)
 
+    def asked(self) -> dict[str, str]:
+        """Which other model plays each role ("user", "judge"): its name, or the address whose first model does."""
+        found = self.cls.endpoints(self.config)
+        return {role: e.model or (e.url and f"the first at {e.url}") for role, e in found.items()}
+
     def check(self) -> None:
         """Raises ConfigError for what episodes need and would not find, e.g. a user simulator's endpoint."""
         try:

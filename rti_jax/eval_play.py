@@ -48,7 +48,7 @@ async def play(
       ConfigError: the episodes that are there are of another setup.
     """
     identity = await policies.identify(config, step)
-    setup = eval_setup.Setup(purpose, config, identity, tuple(t.id for t in tasks.tasks))
+    setup = eval_setup.Setup(purpose, config, identity, tuple(t.id for t in tasks.tasks), source.asked())
     seats = tasks.seats(config.seed, trials, purpose)
     with eval_store.opened(path, setup, restart) as store:
         if store.unreadable:

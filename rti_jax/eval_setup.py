@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
 from rti_jax import config_diff, config_errors, strict_yaml
 from rti_jax.config import Config, ConfigError, validate
@@ -51,23 +52,31 @@ class Setup:
 
     Attributes:
       purpose: the random stream, e.g. "eval". tasks: ids, in order.
+      asked: which other model plays each role of the environment ("user", "judge"), wherever its name comes from.
     """
 
     purpose: str
     config: Config
     policy: Identity
     tasks: tuple[str, ...]
+    asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, new: "Setup") -> list[str]:
         """What is different in `new`, a line each."""
         lines = [] if self.purpose == new.purpose else [f"made by rti {self.purpose}, not rti {new.purpose}"]
         keys = DECISIVE + (OF_AN_ENDPOINT if new.config.eval.endpoint.url else OF_AN_ENGINE)
+        roles = sorted({*self.asked, *new.asked})
+        told = {f"env.{role}.{key}" for role in roles for key in ("url", "model")}  # by `asked`: an address may change
         lines += [
             str(d)
             for d in config_diff.differences(self.config, new.config)
-            if any(f"{d.key}.".startswith(f"{key}.") for key in keys)
+            if any(f"{d.key}.".startswith(f"{key}.") for key in keys) and d.key not in told
         ]
         lines += filter(None, [self.policy.difference(new.policy)])
+        for role in roles:
+            old, now = self.asked.get(role, ""), new.asked.get(role, "")
+            if old != now:
+                lines.append(f"{role}: {config_errors.shown(old)} -> {config_errors.shown(now)}")
         if self.tasks != new.tasks:
             odd = sorted(set(self.tasks) ^ set(new.tasks))
             example = f", e.g. {odd[0]}" if odd else ", in another order"
@@ -79,6 +88,7 @@ class Setup:
             "purpose": self.purpose,
             "policy": dataclasses.asdict(self.policy),
             "tasks": list(self.tasks),
+            "asked": dict(self.asked),
             "config": self.config.model_dump(mode="python"),
         }
         partial = path.with_name(path.name + ".partial")
@@ -91,7 +101,8 @@ class Setup:
         try:
             data = strict_yaml.parse(path.read_text(encoding="utf-8"))
             config = validate(data["config"], Config)
-            return cls(data["purpose"], config, Identity(**data["policy"]), tuple(data["tasks"]))
+            asked = data.get("asked", {})  # not in files of earlier versions
+            return cls(data["purpose"], config, Identity(**data["policy"]), tuple(data["tasks"]), asked)
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{path} cannot be read by this version ({error})") from error
 

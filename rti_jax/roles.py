@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import jinja2
 
 from envs.base import Evidence, Message
+from envs.chat_api import split_thinking
 from rti_jax.chat import Chat, ParsedTurn
 from rti_jax.config import ConfigError, RoleConfig, RTIConfig, SamplingConfig
 from rti_jax.engine import Engine, GenerateRequest
+from rti_jax.engine_errors import CutOffError
 from rti_jax.rollout import TurnView
 from rti_jax.types import RejectReason
 
@@ -215,20 +217,25 @@ class Roles:
     async def _answer(self, role: str, view: TurnView, message: str, seed: int) -> str:
         """A judge's answer after its thinking."""
         if endpoint := self._endpoints.get(role):
-            return (await self._ask_endpoint(role, endpoint, view, message, seed)).rpartition("</think>")[2]
+            _, answer, opened = split_thinking(await self._ask_endpoint(role, endpoint, view, message, seed))
+            return "" if opened else answer
         prompt_ids = self.chat.ask(view.prompt_ids, message)
         ids, _, _ = await self._sample(role, prompt_ids, seed)
         return self.chat.parse(prompt_ids, ids).body
 
     async def _ask_endpoint(self, role: str, endpoint: Endpoint, view: TurnView, message: str, seed: int) -> str:
+        """The answer's text, thinking included; empty, which no role's answer may be, if it was cut off."""
         started = time.monotonic()
-        answer = await endpoint.complete(
-            [*view.messages, {"role": "user", "content": message}],
-            view.tools if role == "corrector" else (),  # a judge has nothing to call
-            temperature=self._temperature(role),
-            max_tokens=self._max_tokens(role),
-            seed=seed,
-        )
+        try:
+            answer = await endpoint.complete(
+                [*view.messages, {"role": "user", "content": message}],
+                view.tools if role == "corrector" else (),  # a judge has nothing to call
+                temperature=self._temperature(role),
+                max_tokens=self._max_tokens(role),
+                seed=seed,
+            )
+        except CutOffError:  # where its thinking ends cannot be known
+            answer = ""
         self._count(role, 0, 0, started)
         return answer
 

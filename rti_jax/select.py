@@ -103,7 +103,7 @@ async def _main(config: Config, output: pathlib.Path, hardness: Hardness, step, 
     second: dict[str, Trajectory] = {}
     if stable:
         hard = [g for row, g in zip(rows, groups, strict=True) if not hardness.reason(row, g.trajectories, second)]
-        setup = eval_setup.Setup("regrade", config, policy, tuple(t.id for t in tasks.tasks))
+        setup = eval_setup.Setup("regrade", config, policy, tuple(t.id for t in tasks.tasks), source.asked())
         seats = tasks.seats(config.seed, hardness.attempts, SELECT)
         second = await _regrade(config, source, hard, seats, output.with_suffix(".jsonl"), again, setup)
     for task, row, group in zip(tasks.tasks, rows, groups, strict=True):

@@ -20,6 +20,7 @@ from rti_jax.environments import EnvironmentSource
 from rti_jax.rollout import Player
 from rti_jax.types import Status
 from tests.fakes import FakeEngine, call, small_config, tiny_chat
+from tests.test_endpoint_policy import refusal, says, serve  # noqa: F401 - serve is a fixture
 
 pytest.importorskip("fastapi", reason="mock services need fastapi (extra claw-eval)")
 
@@ -581,7 +582,7 @@ class TestJudge:
         ("answer", "score"),
         [
             ('{"score": 0.5, "reasoning": "half"}', 0.5),
-            ('I compare {a} with {"b": 1}.\n```json\n{"score": 0.25, "reasoning": "of {braces}"}\n```', 0.25),
+            ('I compare {a, b} with {"b": 1}.\n```json\n{"score": 0.25, "reasoning": "of {braces}"}\n```', 0.25),
             ('{"score": 1.0, "reasoning": "draft"} no: {"score": 0, "reasoning": "final"}', 0.0),
             ('{"score": "0.75"}', 0.75),
             ('{"score": 0.5, "reasoning": "two\nlines"}', 0.5),
@@ -591,15 +592,27 @@ class TestJudge:
         assert json.loads(judge.verdict(answer))["score"] == score
 
     @pytest.mark.parametrize(
-        "answer", ["", "0.9", '{"score": 85}', '{"score": true}', '{"score": NaN}', '{"score"', '{"a": 1}']
+        "answer",
+        [
+            "",
+            "0.9",
+            '{"score": 85}',
+            '{"score": true}',
+            '{"score": NaN}',
+            '{"score"',
+            '{"a": 1}',
+            '{"score": 0.2, "reasoning": "the agent wrote {"score": 1.0} in the report"}',
+            '{score: 0.2, reasoning: "it wrote {"score": 1.0}"}',
+            'Draft: {"score": 1.0}. Final: {"score": 0.2, "reasoning": "a "quote""}',
+        ],
     )
     def test_what_is_no_verdict_is_asked_for_again_and_then_a_judge_error(self, answer):
-        with pytest.raises(ValueError, match="no score between 0 and 1"):
+        with pytest.raises(ValueError, match="no score between 0 and 1|a broken JSON object"):
             judge.verdict(answer)
         good = Scripted(answer, scored(0.9), tries=2)
         assert run(play_gold(EN, good))[0].reward == 1.0 and len(good.asked) == 2
         bad = Scripted(answer, tries=3)
-        with pytest.raises(JudgeError, match="no score between 0 and 1"):
+        with pytest.raises(JudgeError, match="no score between 0 and 1|a broken JSON object"):
             run(play_gold(EN, bad))
         assert len(bad.asked) == 3 and lent() == 0
 
@@ -689,8 +702,11 @@ class TestJudge:
         assert capfd.readouterr() == ("", "")
 
     def test_objects(self):
-        assert bridge.objects('x {"a": {"b": 1}} {broken {"c": 2}') == [{"a": {"b": 1}}, {"c": 2}]
-        assert bridge.objects("{" * 3000) == [] and bridge.objects("") == []
+        assert bridge.objects('x {"a": {"b": 1}} {prose} {"c": 2}') == [{"a": {"b": 1}}, {"c": 2}]
+        assert bridge.objects("{a; b} {}") == [{}] and bridge.objects("") == []
+        for broken in ('x {"a": 1} {broken {"c": 2}', "{" * 3000, '{"a":' * 5000, "{'a': {\"b\": 1}}"):
+            with pytest.raises(ValueError, match="a broken JSON object"):
+                bridge.objects(broken)
 
 
 class Answering:
@@ -699,23 +715,25 @@ class Answering:
     def __init__(self, answer):
         async def create(*, model, messages, extra_body=None, **fields):
             self.requests.append({"model": model, "messages": messages, **fields})
-            message = types.SimpleNamespace(content=answer(messages), tool_calls=None)
-            return types.SimpleNamespace(choices=[types.SimpleNamespace(message=message)])
+            given = answer(messages)
+            choice = {"message": {"content": given}, "finish_reason": "stop"} if isinstance(given, str) else given
+            return types.SimpleNamespace(text=json.dumps({"choices": [choice]}))
 
         self.requests = []
-        self.chat = types.SimpleNamespace(completions=types.SimpleNamespace(create=create))
+        raw = types.SimpleNamespace(create=create)
+        self.chat = types.SimpleNamespace(completions=types.SimpleNamespace(with_raw_response=raw))
 
 
 @pytest.fixture
 def server(monkeypatch):
     """Serves every endpoint by the function that it is given; returns the client with its requests."""
 
-    def serve(answer):
+    def answer_by(answer):
         client = Answering(answer)
         monkeypatch.setattr(endpoint, "_shared", lambda *_: (client, asyncio.Semaphore(8), {}))
         return client
 
-    return serve
+    return answer_by
 
 
 class TestEndpoints:
@@ -732,14 +750,43 @@ class TestEndpoints:
         assert request["messages"][0] == {"role": "system", "content": "Judge the assistant."}
         assert "Says that LN-4102 and LN-4103 were reminded" in request["messages"][1]["content"]
 
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            '<think>if it were perfect I would say {"score": 1.0}. Actually it is',
+            {"message": {"content": scored(1.0)}, "finish_reason": "length"},
+            None,
+        ],
+    )
+    def test_an_answer_that_is_not_whole_is_asked_for_again_and_then_a_judge_error(self, server, bad):
+        answers = judge.EndpointAnswers(config(judge={"url": "http://judge/v1", "model": "j", "retries": 1}).judge)
+        client = server(lambda messages: bad)
+        with pytest.raises(JudgeError, match="judge at http://judge/v1: .*(not closed|not whole|without a choice)"):
+            run(play_gold(EN, answers))
+        assert len(client.requests) == 2
+        given = [bad, scored(0.9)]
+        server(lambda messages: given.pop(0))
+        assert run(play_gold(EN, answers))[0].reward == 1.0
+
     def test_an_endpoint_that_is_down_is_a_judge_error(self):
         keys = {"judge": {"url": "http://127.0.0.1:9/v1", "model": "j", "retries": 0}}
         with pytest.raises(JudgeError, match="judge at http://127.0.0.1:9/v1: APIConnectionError"):
             run(play_gold(EN, judge.EndpointAnswers(config(**keys).judge)))
 
-    def test_a_judge_that_is_down_never_changes_a_mean(self):
-        """Eight episodes, gold and idle in turn; for some the judge is down: they are out of the group, and never 0."""
-        chat = tiny_chat()
+    def test_a_judge_that_fails_never_changes_a_mean(self, serve):  # noqa: F811
+        """Eight episodes; the judges of most fail, each otherwise: they are out of the group, and never 0."""
+        replies = {
+            "500": refusal(500),
+            "html": (200, "<html>"),
+            "prose": says("Splendid: 1.0"),
+            "quote": says('{"score": 0.2, "reasoning": "it wrote {"score": 1.0}"}'),
+            "open": says("<think>perhaps " + scored(1.0)),
+            "cut": says(scored(1.0), reason="length"),
+        }
+        url = serve(lambda body: replies[body["model"]]).url
+        keys = [{"url": "http://127.0.0.1:9/v1", "model": "down"}, *({"url": url, "model": m} for m in replies)]
+        judges = [judge.EndpointAnswers(config(judge=k | {"retries": 0}).judge) for k in keys]
+        chat, good = tiny_chat(), 8 - len(judges)
 
         def answer(request):
             text = chat.decode(request.prompt_ids)
@@ -748,26 +795,23 @@ class TestEndpoints:
                 return "Done."
             return call("shelf_remind", loan_id="LN-4102") + "\n" + call("shelf_remind", loan_id="LN-4103")
 
-        def group(down):
-            made = iter(range(100))
+        def group(failing=()):
+            given = iter([*[None] * good, *failing, *[None] * 8])
 
             class Sometimes(ClawEval):
                 def __init__(self, *args):
-                    broken = next(made) in down
-                    super().__init__(*args, Scripted(JudgeError("down") if broken else scored(0.9)))
+                    super().__init__(*args, next(given) or Scripted(scored(0.9)))
 
             source = EnvironmentSource(Sometimes, config(), 5)
-            player = Player(source, chat, FakeEngine(chat, answer), small_config(rollout={"group_size": 8}))
-            (played,) = run(player.collect([task(EN)], step=0))
+            limits = small_config(rollout={"group_size": 8, "episode_timeout": 120.0})
+            (played,) = run(Player(source, chat, FakeEngine(chat, answer), limits).collect([task(EN)], step=0))
             return played
 
-        rewards = [t.reward for t in group(down=()).trajectories]
+        rewards = [t.reward for t in group().trajectories]
         assert 0 < sum(rewards) < 8
-        broken = (0, 3, 5)
-        partly = group(down=broken)
-        assert [t.reward for t in partly.valid] == [r for i, r in enumerate(rewards) if i not in broken]
-        for i in broken:
-            assert partly.trajectories[i].status is Status.JUDGE_ERROR and partly.trajectories[i].reward is None
+        partly = group(judges)
+        assert [t.reward for t in partly.valid] == rewards[:good]
+        assert [(t.status, t.reward) for t in partly.trajectories[good:]] == [(Status.JUDGE_ERROR, None)] * len(judges)
 
     def test_a_simulated_user_answers_until_it_is_content(self, server):
         client = server(lambda m: "I like boats." if "boats?" not in m[1]["content"] else "[DONE]")

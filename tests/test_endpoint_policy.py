@@ -3,18 +3,22 @@
 import asyncio
 import http.server
 import json
+import os
 import threading
 import time
+import traceback
 
 import pytest
 
-from rti_jax import endpoint_policy, evaluate, policies, view
+from envs.base import ModelEndpoint
+from rti_jax import endpoint_policy, endpoints, evaluate, policies, view
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import EngineDiedError
 from rti_jax.environments import environment_source
 from rti_jax.rollout import Seat
 from rti_jax.types import Status
-from tests.fakes import lookup_task
+from tests.fakes import Lookup, lookup_task
+from tests.test_chat_api import NO_ANSWERS
 
 KEY = "sk-secret-4711"
 
@@ -53,13 +57,15 @@ class Server:
 
     def __init__(self, play):
         self.play, self.bodies, self.keys, self.busy, self.most = play, [], [], 0, 0
-        self._lock = threading.Lock()
+        self._lock, self.models = threading.Lock(), None  # instead of the answer of /models
         handler = type("Handler", (_Handler,), {"owner": self})
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def answer(self, path, body, key):
+        if path == "/v1/models" and self.models is not None:
+            return 200, self.models
         if path == "/v1/models":
             return 200, {"object": "list", "data": [{"id": "reference", "object": "model"}]}
         with self._lock:
@@ -81,7 +87,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
         status, reply = self.owner.answer(self.path, body, self.headers.get("authorization"))
-        data = json.dumps(reply).encode()
+        data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
@@ -202,6 +208,22 @@ class TestEpisode:
         assert second.error == "the tool call has no name"
         assert endpoint_policy.as_api(message)["tool_calls"][0]["function"]["arguments"] == "{}"
 
+    def test_thinking_that_is_not_closed_reaches_nobody(self, serve):
+        server = serve(lambda b: says("Hm. <think>secret plan never closed", reason="length"))
+        trajectory = play(server)
+        message = trajectory.messages[2]
+        assert (message["reasoning_content"], message["content"]) == ("secret plan never closed", "Hm. ")
+        assert "secret" not in json.dumps(server.bodies)
+
+    def test_half_a_character_can_be_kept_and_sent(self, serve):
+        server = serve(
+            lambda b: says("\ud800", tool("look", {"name": "\ud800"})) if len(b["messages"]) < 4 else expert(b)
+        )
+        trajectory = play(server)
+        assert trajectory.success and trajectory.messages[2]["content"] == "?"
+        assert endpoint_policy.read(trajectory.messages[2]).tool_calls[0].arguments == {"name": "?"}
+        json.dumps(trajectory.messages, ensure_ascii=False).encode()
+
     def test_a_reply_cut_at_the_limit_is_truncated(self, serve):
         trajectory = play(
             serve(lambda body: says("I am", reason="length")), env={"name": "tests.fakes:Lookup", "max_turns": 1}
@@ -228,6 +250,25 @@ class TestErrors:
         assert (trajectory.status, trajectory.reward) == (Status.ENVIRONMENT_ERROR, None)
         assert "overloaded" in trajectory.info["error"] and len(server.bodies) == 2
 
+    @pytest.mark.parametrize("name", NO_ANSWERS)
+    def test_what_is_no_answer_is_asked_for_again_and_then_excluded(self, serve, monkeypatch, name):
+        monkeypatch.setattr(endpoints, "PAUSE", 0.0)
+        server = serve(lambda body: (200, NO_ANSWERS[name]))
+        trajectory = play(server)
+        assert (trajectory.status, trajectory.reward) == (Status.ENVIRONMENT_ERROR, None)
+        assert f"endpoint {server.url}: " in trajectory.info["error"] and len(server.bodies) == 2
+        bad = [(200, NO_ANSWERS[name])]
+        assert play(serve(lambda body: bad.pop() if bad else expert(body))).success
+
+    @pytest.mark.parametrize("body", ["<html>Welcome</html>", '{"data": [', "null", '{"data": [null]}'])
+    def test_a_wrong_base_url_is_one_line(self, serve, body):
+        server = serve(expert)
+        server.models = body
+        with pytest.raises(EngineDiedError, match=r"is the base URL right\? it usually ends with /v1") as error:
+            play(server)
+        assert "\n" not in str(error.value)
+        assert play(server, eval={"endpoint": {"model": "m"}}).success  # some endpoints do not tell
+
     def test_a_context_that_is_full_is_the_policys_end(self, serve):
         full = refusal(400, "This model's maximum context length is 512 tokens.")
         server = serve(lambda body: full if len(body["messages"]) > 2 else expert(body))
@@ -245,6 +286,7 @@ class TestErrors:
         with pytest.raises(EngineDiedError, match=f"endpoint {server.url}: .*{words} ") as error:
             play(server)
         assert KEY not in str(error.value) and "***" in str(error.value)
+        assert KEY not in "".join(traceback.format_exception(error.value))
 
     def test_an_absent_endpoint_is_named(self, serve):
         server = serve(expert)
@@ -259,7 +301,32 @@ class TestErrors:
             play(serve(expert), eval={"endpoint": {"key_variable": "OTHER_KEY"}})
 
 
+class Judged(Lookup):
+    """Asks a judge, which the environment variables name, in theory."""
+
+    @classmethod
+    def endpoints(cls, config):
+        return {"judge": ModelEndpoint(os.environ["RTI_JUDGE_URL"], os.environ.get("RTI_JUDGE_MODEL", ""))}
+
+
 class TestEvaluation:
+    def test_it_does_not_go_on_with_another_judge(self, serve, tmp_path, monkeypatch):
+        server, output = serve(expert), tmp_path / "a.json"
+
+        def judged_by(url, model):
+            monkeypatch.setenv("RTI_JUDGE_URL", url)
+            monkeypatch.setenv("RTI_JUDGE_MODEL", model)
+            env = {"name": "tests.test_endpoint_policy:Judged", "max_turns": 4}
+            keys = {"env": env, "eval": {"trials": 1, "limit": 1}}
+            return evaluate.main(make_config(server, runs_dir=str(tmp_path), name="r", **keys), output=output)
+
+        assert judged_by("http://a/v1", "x") == 0
+        assert judged_by("http://b/v1", "x") == 0
+        with pytest.raises(ConfigError, match="  judge: 'x' -> 'y'"):
+            judged_by("http://a/v1", "y")
+        with pytest.raises(ConfigError, match="  judge: 'x' -> 'the first at http://a/v1'"):
+            judged_by("http://a/v1", "")
+
     def test_it_needs_no_model_and_keeps_no_key(self, serve, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RTI_POLICY_API_KEY", KEY)
         server = serve(lambda body: time.sleep(0.02) or expert(body))  # long enough for others to come, if they may

@@ -6,7 +6,7 @@ import pytest
 from fake_server import FakeServer
 
 from rti_jax.endpoints import ChatEndpoint
-from rti_jax.engine_errors import EngineError
+from rti_jax.engine_errors import CutOffError, EngineError
 
 
 @pytest.fixture
@@ -38,4 +38,19 @@ class TestChatEndpoint:
     def test_a_failure_names_the_endpoint(self, fakes):
         fakes[0].overrides["/v1/chat/completions"] = (400, {"error": {"message": "no such model"}})
         with pytest.raises(EngineError, match=f"endpoint {fakes[0].url}/v1: .*no such model"):
+            self.complete(ChatEndpoint(f"{fakes[0].url}/v1", "m"))
+
+    @pytest.mark.parametrize("body", ["<html>", "null", {"choices": [{"message": None}]}])
+    def test_what_is_no_answer_names_the_endpoint(self, fakes, body):
+        fakes[0].overrides["/v1/chat/completions"] = (200, body)
+        with pytest.raises(EngineError, match=f"endpoint {fakes[0].url}/v1: "):
+            self.complete(ChatEndpoint(f"{fakes[0].url}/v1", "m", retries=0))
+        fakes[0].overrides["/v1/models"] = (200, body)
+        with pytest.raises(EngineError, match="is the base URL right"):
+            self.complete(ChatEndpoint(f"{fakes[0].url}/v1", retries=0))
+
+    def test_a_cut_answer_is_none(self, fakes):
+        choice = {"message": {"content": '<think>perhaps {"verdict": "valid"}'}, "finish_reason": "length"}
+        fakes[0].overrides["/v1/chat/completions"] = (200, {"choices": [choice]})
+        with pytest.raises(CutOffError, match="cut off at 9 tokens"):
             self.complete(ChatEndpoint(f"{fakes[0].url}/v1", "m"))

@@ -7,7 +7,8 @@ import pytest
 
 from envs.base import Evidence
 from rti_jax.config import ConfigError
-from rti_jax.roles import RolePrompts, Roles, last_json_object, read_validator, read_verifier
+from rti_jax.engine_errors import CutOffError
+from rti_jax.roles import ROLES, RolePrompts, Roles, last_json_object, read_validator, read_verifier
 from rti_jax.rollout import TurnView
 from rti_jax.types import RejectReason
 from tests.fakes import CANARY, TOOLS, FakeEngine, call, small_config, tiny_chat
@@ -191,6 +192,8 @@ class FakeEndpoint:
 
     async def complete(self, messages, tools=(), **sampling):
         self.calls.append((messages, tools, sampling))
+        if isinstance(self.answer, Exception):
+            raise self.answer
         return self.answer
 
 
@@ -204,6 +207,16 @@ class TestPlayedByAnotherModel:
         assert [m["role"] for m in messages] == ["system", "user", "user"] and CANARY in messages[-1]["content"]
         assert tools == () and sampling == {"temperature": 0.3, "max_tokens": 9, "seed": 4}
         assert engine.requests == []
+
+    @pytest.mark.parametrize("answer", ['<think>{"verdict": "invalid"}', CutOffError("cut off")])
+    def test_an_answer_that_is_not_whole_is_unreadable(self, answer):
+        sections = {"rti": {"roles": {r: {"endpoint": "http://judge"} for r in ROLES}}}
+        endpoints = {r: FakeEndpoint(answer) for r in ROLES}
+        roles, _, view = make_roles("", endpoints=endpoints, **sections)
+        verdict = asyncio.run(roles.validate(view, EVIDENCE, "", "Y", 4))
+        assert (verdict.flagged, verdict.readable) == (False, False)
+        assert asyncio.run(roles.verify(view, EVIDENCE, "", "Y", "Z", 4))[0] is RejectReason.UNREADABLE
+        assert asyncio.run(roles.correct(view, EVIDENCE, "", "Y", "R", 4)).parsed.malformed
 
     def test_a_corrector_is_encoded_once(self):
         endpoint = FakeEndpoint(call("look", name="Ada") + "<|im_end|>\nmore")

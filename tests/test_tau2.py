@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 import tracemalloc
 import unittest.mock
 
@@ -623,7 +624,7 @@ class TestCalculate:
         assert expression.problem(text) is None
 
 
-def answer(content=None, *calls):
+def answer(content=None, *calls, reason="stop"):
     """A chat completion as an endpoint gives it."""
     made = [
         {"id": f"u{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)
@@ -634,7 +635,7 @@ def answer(content=None, *calls):
         "object": "chat.completion",
         "created": 0,
         "model": "m",
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
     }
 
 
@@ -736,14 +737,35 @@ class TestEndpointUser:
                 "without a choice",
             ),
             ([(401, {"error": "no key"})], "AuthenticationError"),
+            ([(401, {"error": {"message": "you sent\nBearer k-4711"}})], r"you sent Bearer \*\*\*"),
+            ([answer("<think>secret plan never closed")] * 3, "not closed"),
+            ([answer("<think>maybe ###STOP### later")] * 3, "not closed"),
+            ([answer("My phone is", reason="length")] * 3, "not whole"),
+            ([answer(None, (5, "{}"))] * 3, "without the name"),
+            ([answer([{"type": "audio"}])] * 3, "no text"),
+            ([(200, None)] * 3, "without a choice"),
         ],
     )
-    def test_its_failure_is_a_user_error(self, bad, words):
+    def test_its_failure_is_a_user_error(self, monkeypatch, bad, words):
+        monkeypatch.setenv("RTI_USER_API_KEY", "k-4711")
+
         async def nothing(env, start, server):
             return env
 
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=words) as error:
             run(with_server([*bad], nothing, model="m"))
+        assert "k-4711" not in "".join(traceback.format_exception(error.value)) and "\n" not in str(error.value)
+
+    def test_half_a_character_can_be_sent_and_kept(self):
+        async def play_it(env, start, server):
+            await env.step(AssistantTurn("What?"))
+            return start.messages[-1]["content"], server.requests[-1]["messages"][-2]["content"]
+
+        assert run(with_server([answer("a\ud800b"), answer("Hi.")], play_it, model="m")) == ("a?b", "a?b")
+
+    def test_a_user_whose_first_calls_fail_is_a_user_error(self):
+        with pytest.raises(UserError, match="10 of the user's calls failed before the agent's first turn"):
+            run(with_server(lambda body: answer(None, ("no_tool", "{}")), None, model="m"))
 
     def test_a_failure_is_tried_again(self):
         async def play_it(env, start, server):

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import re
 import threading
 import types
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[dict[str, Any]]], Awaitable[str]]  # messages -> an answer's text, without its thinking
+
+PROSE = re.compile(r"""\{[^{}"':]+\}""")  # braces that hold no JSON, as in "the set {a, b}"
 
 
 class Unanswered(BaseException):
@@ -121,14 +124,20 @@ async def in_thread(function: Callable[[], T], seconds: float) -> T:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects of a text, in order; what is inside one is not listed again."""
+    """The JSON objects of a text, in order; what is inside one is not listed again.
+
+    Raises:
+      ValueError: one is broken, so that what looks like an object may be a piece of it.
+    """
     decoder, found, at = json.JSONDecoder(strict=False), [], text.find("{")
     while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at = text.find("{", at + 1)
-            continue
-        found.append(value)
+        if prose := PROSE.match(text, at):
+            end = prose.end()
+        else:
+            try:
+                value, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                raise ValueError("a broken JSON object") from error
+            found.append(value)
         at = text.find("{", end)
     return found

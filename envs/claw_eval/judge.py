@@ -1,8 +1,8 @@
 """The judge of the benchmark's graders: its prompts, in front of any OpenAI-compatible endpoint.
 
 The benchmark's own judge builds the prompts and hands out the verdict; what it asks is our client. Of an answer, the
-last JSON object with a score in [0, 1] is used; without one it is asked for again, and then the episode is a
-`judge_error`, never a score.
+last JSON object with a score in [0, 1] is used; without one, or if any object of it is broken, it is asked for again,
+and then the episode is a `judge_error`, never a score.
 """
 
 import asyncio
@@ -87,7 +87,11 @@ class Judge:
 
 
 def verdict(text: str) -> str:
-    """The last scored object of an answer, as the benchmark reads it. Raises ValueError if there is none."""
+    """The last scored object of an answer, as the benchmark reads it.
+
+    Raises:
+      ValueError: there is none, or an object of the answer is broken.
+    """
     for found in reversed(objects(text)):
         try:
             score = float(found["score"])

@@ -123,6 +123,8 @@ class Tau2(Environment):
             shown += await self._user_turn()
         if self.stopped:
             raise UserError("the user ended the dialogue before the agent's first turn")
+        if self._too_many_errors():
+            raise UserError(f"{self.user_errors} of the user's calls failed before the agent's first turn")
         system: Message = {"role": "system", "content": domain.agent_prompt}
         return Observation([system, *shown], domain.tools)
 

@@ -67,6 +67,6 @@ def read(text: str) -> list[bool] | None:
     try:
         results = json.loads(text[text.index("{") : text.rindex("}") + 1])["results"]
         verdicts = [r["metExpectation"] for r in results]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return verdicts if all(isinstance(v, bool) for v in verdicts) else None
