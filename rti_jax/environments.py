@@ -6,11 +6,14 @@ import importlib
 import json
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pydantic
 
+from envs import base
 from envs.base import Environment, EnvironmentConfig, Task
 from rti_jax.config import ConfigError, EnvConfig, Origin
 from rti_jax.config_errors import explain
@@ -36,32 +39,85 @@ class EnvironmentSource:
         return self.cls(self.config, self.max_turns)
 
     def at_once(self, most: int) -> int:
-        """How many episodes run at once: `most`, or fewer where the environment bears fewer."""
-        own = self.cls.at_once(self.config)
-        return most if own is None else min(most, own)
+        """How many episodes run at once: `most`, or fewer where the environment bears fewer.
+
+        Raises:
+          ConfigError: the environment says what is no number of episodes.
+        """
+        try:
+            own = self.cls.at_once(self.config)
+        except Exception as error:
+            raise ConfigError(f"{self.cls.__name__}.at_once: {said(error)}") from error
+        if own is None:
+            return most
+        if not isinstance(own, int) or own < 1:  # none at all would wait for ever
+            raise ConfigError(f"{self.cls.__name__}.at_once gives {own!r}; expected a number of 1 or more, or None")
+        return min(most, own)
 
     def check(self) -> None:
         """Raises ConfigError for what episodes need and would not find, e.g. a user simulator's endpoint."""
+        self.at_once(1)
         try:
             self.cls.check(self.config)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
     def tasks(self, split: str, key: str = "env.split") -> list[Task]:
-        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are not unique.
+        """All tasks of a split.
 
         Args:
           key: that names the split, for errors.
+
+        Raises:
+          ConfigError: an unknown split, no tasks, ids that are not unique, or something else than tasks.
         """
+        name = self.cls.__name__
         try:
-            tasks = list(self.cls.tasks(self.config, split))
+            given = self.cls.tasks(self.config, split)
+            tasks = None if given is None or isinstance(given, str) else list(given)
         except ValueError as error:
             raise ConfigError(f"{key}={split}: {error}") from error
+        except Exception as error:  # whatever a user's class does
+            raise ConfigError(f"{key}={split}: {name}.tasks: {said(error)}") from error
+        if tasks is None:
+            raise ConfigError(f"{key}={split}: {name}.tasks gives {_short(given)}; expected a list of envs.base.Task")
         if not tasks:
-            raise ConfigError(f"{key}={split}: {self.cls.__name__} has no tasks there")
+            raise ConfigError(f"{key}={split}: {name} has no tasks there")
+        if odd := [t for t in tasks if not isinstance(t, Task) or not isinstance(t.id, str)]:
+            raise ConfigError(
+                f"{key}={split}: {name}.tasks gives {_short(odd[0])}; expected an envs.base.Task whose id is a string"
+            )
         if len({t.id for t in tasks}) != len(tasks):
-            raise ConfigError(f"{key}={split}: the tasks of {self.cls.__name__} have ids that are not unique")
+            raise ConfigError(f"{key}={split}: the tasks of {name} have ids that are not unique")
         return tasks
+
+
+def said(error: BaseException) -> str:
+    """An error of a user's class: its type and words, and the place in the user's code."""
+    return f"{type(error).__name__}: {error} ({place(error)})"
+
+
+def place(error: BaseException) -> str:
+    """file:line of the innermost frame of an error that lies in an environment's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    own = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
+    if not (own or frames):
+        return "nowhere"
+    frame = (own or frames)[-1]
+    file = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd() + os.sep) else frame.filename
+    return f"{file}:{frame.lineno}"
+
+
+_NOT_THEIRS = (  # this package and what it and the environments are built on
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.abspath(base.__file__),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]} ..."
 
 
 def environment_source(config: EnvConfig) -> EnvironmentSource:
