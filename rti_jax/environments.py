@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +46,7 @@ class EnvironmentSource:
         try:
             own = self.cls.at_once(self.config)
         except Exception as error:
-            raise ConfigError(f"{self.cls.__name__}.at_once: {said(error)}") from error
+            raise ConfigError(f"{self.cls.__name__}.at_once: {said(error, self.cls)}") from error
         if own is None:
             return most
         if not isinstance(own, int) or own < 1:  # none at all would wait for ever
@@ -78,7 +77,7 @@ class EnvironmentSource:
         except ValueError as error:
             raise ConfigError(f"{key}={split}: {error}") from error
         except Exception as error:  # whatever a user's class does
-            raise ConfigError(f"{key}={split}: {name}.tasks: {said(error)}") from error
+            raise ConfigError(f"{key}={split}: {name}.tasks: {said(error, self.cls)}") from error
         if tasks is None:
             raise ConfigError(f"{key}={split}: {name}.tasks gives {_short(given)}; expected a list of envs.base.Task")
         if not tasks:
@@ -92,27 +91,28 @@ class EnvironmentSource:
         return tasks
 
 
-def said(error: BaseException) -> str:
-    """An error of a user's class: its type and words, and the place in the user's code."""
-    return f"{type(error).__name__}: {error} ({place(error)})"
+def said(error: BaseException, cls: type[Environment]) -> str:
+    """An error of an environment: its type and words, and the place in the environment's own code."""
+    where = place(error, cls)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
 
 
-def place(error: BaseException) -> str:
-    """file:line of the innermost frame of an error that lies in an environment's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
-    own = [f for f in frames if not f.filename.startswith(_NOT_THEIRS)]
-    if not (own or frames):
-        return "nowhere"
-    frame = (own or frames)[-1]
-    file = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd() + os.sep) else frame.filename
-    return f"{file}:{frame.lineno}"
+def place(error: BaseException, cls: type[Environment]) -> str:
+    """file:line of the innermost frame of an error that lies in an environment's own code; empty if none does.
 
-
-_NOT_THEIRS = (  # this package and what it and the environments are built on
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.abspath(base.__file__),
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-)
+    Its own code is the files beside those that its class and the classes it is built on are in.
+    """
+    classes = [c for c in cls.__mro__ if issubclass(c, Environment) and c is not Environment]
+    files = [getattr(sys.modules.get(c.__module__), "__file__", None) for c in classes]
+    folders = [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
+    not_theirs = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.abspath(base.__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = os.path.abspath(frame.filename)
+        folder = next((f for f in folders if file.startswith(f)), None)
+        if folder and not file.startswith(not_theirs) and "site-packages" not in file.removeprefix(folder):
+            here = os.getcwd() + os.sep
+            return f"{file.removeprefix(here)}:{frame.lineno}"
+    return ""
 
 
 def _short(value: object) -> str:

@@ -475,7 +475,7 @@ class TestEnvironmentNames:
     @pytest.mark.parametrize(
         ("given", "words"),
         [
-            (KeyError("oops"), r"Odd.tasks: KeyError: 'oops' \(tests/test_rollout.py:\d+\)"),
+            (KeyError("oops"), r"Odd.tasks: KeyError: 'oops' \(.*tests/test_rollout.py:\d+\)"),
             (None, "Odd.tasks gives None; expected a list of envs.base.Task"),
             ("ab", "Odd.tasks gives 'ab'; expected a list"),
             (["a", "b"], "Odd.tasks gives 'a'; expected an envs.base.Task"),
