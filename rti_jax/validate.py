@@ -196,26 +196,33 @@ async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: f
 async def evidence_problems(source: EnvironmentSource, task: Task, seconds: float = SECONDS) -> list[str]:
     """What is wrong with the evidence of a task."""
     made: list[Environment] = []
+    doing = "reset"  # what is named when an error may not be quoted
     try:
         for _ in range(2):
             made.append(source.cls.rehearsal(source.config, source.max_turns))
             supervised = Supervised(made[-1], seconds)
             start = await supervised.reset(task)
         other, environment = made
+        doing = "evidence"
         evidence = environment.evidence()
         if not isinstance(evidence, Evidence) or not evidence.text.strip():
             return ["there is none"]
+        doing = "check_evidence"
         problems = environment.check_evidence()
         if not isinstance(problems, list | tuple) or not all(isinstance(p, str) for p in problems):
             return [f"check_evidence gives {type(problems).__name__}, not a list of strings"]
         problems = list(problems)
+        doing = "the first observation"
         shown = "\n".join(str(m.get("content")) for m in start.messages)
         if evidence.text in shown:
             problems.append("the first observation shows it")
         if any(value and value in repr(evidence) for value in (evidence.text, *evidence.values) if len(value) > 12):
             problems.append("its repr shows it")
+        doing = "expert"
         if (turn := environment.expert()) is not None:
+            doing = "step"
             await supervised.step(turn)
+        doing = "evidence"
         if not (evidence == environment.evidence() == other.evidence()):
             problems.append("it is not the same in another episode, or after a turn")
         return problems
@@ -224,8 +231,8 @@ async def evidence_problems(source: EnvironmentSource, task: Task, seconds: floa
     except Exception as error:
         cause = error.__cause__ or error
         where = place(cause, source.cls)
-        at = f", at {where} (its words may hold evidence and are not shown)" if where else ""
-        return [f"{type(cause).__name__} while it was checked{at}"]
+        at = f" at {where}" if where else ""
+        return [f"{type(cause).__name__} in {doing}{at}; its words may hold evidence and are not shown"]
     finally:
         for each in made:
             await _close(each, seconds)

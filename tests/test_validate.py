@@ -271,6 +271,12 @@ class BrokenEvidence(Sum):
         return Evidence(f"The sum is {self.rusult}.")  # the line that a finding names
 
 
+class TextMessages(Sum):
+    async def reset(self, task):
+        await super().reset(task)
+        return Observation(["no message"])
+
+
 class Cancelled(Sum):
     async def step(self, turn):
         raise asyncio.CancelledError
@@ -364,7 +370,8 @@ class TestChecks:
             (SaidInLetters, "check_evidence gives str, not a list of strings"),
             (NothingSaid, "check_evidence gives NoneType, not a list of strings"),
             (OneValue, "MalformedEvidence: the values of an Evidence are one string; expected a tuple: one value"),
-            (BrokenEvidence, "AttributeError while it was checked, at {}:{} (its words may hold evidence"),
+            (TextMessages, "AttributeError in the first observation; its words may hold evidence"),
+            (BrokenEvidence, "AttributeError in evidence at {}:{}; its words may hold evidence"),
         ],
     )
     def test_what_is_wrong_with_the_evidence_is_one_finding_of_each_task(self, cls, words):
