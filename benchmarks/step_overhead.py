@@ -3,9 +3,9 @@
     python benchmarks/step_overhead.py runs/quickstart
 
 Sampling is `time/rollout` and `time/intervention` (in which the learner scores corrections), the update is
-`time/update`. What is left is weight transfer, the probe of engine against learner, metrics and files, and whatever no
-phase accounts for; a run's start, evaluations and checkpoints are not part of a step. Steps that compile are left out:
-the first two.
+`time/update`. What is left is weight transfer, the probe of engine against learner, and `time/other`: metrics, files
+and whatever no phase accounts for. A run's start, evaluations and checkpoints are not part of a step. Steps that
+compile are left out: the first two.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import numpy as np
 
 from rti_jax.metrics import read_metrics
 
-PHASES = "rollout", "intervention", "update", "sync", "probe"
+OVERHEAD = "sync", "probe", "other"
+PHASES = ("rollout", "intervention", "teacher", "update", *OVERHEAD)
 
 
 def main() -> None:
@@ -29,9 +30,10 @@ def main() -> None:
         lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] > given.skip]
         if not lines:
             raise SystemExit(f"{run}: no step after the first {given.skip}")
+        if any("time/other" not in line for line in lines):
+            raise SystemExit(f"{run}: has no time/other: it was made by an earlier version")
         seconds = {p: np.array([line.get(f"time/{p}", 0.0) for line in lines]) for p in PHASES}
-        other = sum(seconds[p].sum() for p in ("sync", "probe"))
-        share = other / sum(s.sum() for s in seconds.values())
+        share = sum(seconds[p].sum() for p in OVERHEAD) / sum(s.sum() for s in seconds.values())
         means = " | ".join(f"{seconds[p].mean():.3f}" for p in PHASES)
         print(f"| {run.name} | {len(lines)} | {means} | {100 * share:.1f}% |")
 

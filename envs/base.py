@@ -108,6 +108,10 @@ class Outcome:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class MalformedEvidence(TypeError):
+    """An `Evidence` was made of something else than strings. What this says holds none of it."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evidence:
     """What the reward side knows about a task. Its repr hides its text, so that no log can leak it.
@@ -115,10 +119,24 @@ class Evidence:
     Attributes:
       text: readable text for the three roles.
       values: strings (ids, numbers, coordinates, names) that only the evidence may hold; input of the leak guard.
+
+    Raises:
+      MalformedEvidence: the text is no string, or the values are no sequence of strings.
     """
 
     text: str
     values: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.text, str):
+            raise MalformedEvidence(f"the text of an Evidence is of type {type(self.text).__name__}, not a string")
+        if isinstance(self.values, str):  # its letters would be the values
+            raise MalformedEvidence("the values of an Evidence are one string; expected a tuple: one value is (value,)")
+        if not isinstance(self.values, Sequence):
+            kind = type(self.values).__name__
+            raise MalformedEvidence(f"the values of an Evidence are of type {kind}, not a tuple of strings")
+        if odd := [value for value in self.values if not isinstance(value, str)]:
+            raise MalformedEvidence(f"a value of an Evidence is of type {type(odd[0]).__name__}, not a string")
 
     def __repr__(self) -> str:
         return f"Evidence(<{len(self.text)} characters hidden>)"

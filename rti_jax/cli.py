@@ -640,10 +640,15 @@ def reproduce(
 
 
 def _splits(text: str | None) -> list[str]:
-    """`test,ood` as names, quoted for YAML."""
+    """`test,ood` as names, quoted for YAML; none where the option was not given."""
     import json
 
-    return [json.dumps(name.strip()) for name in (text or "").split(",") if name.strip()]
+    from rti_jax.config import ConfigError
+
+    names = [json.dumps(name.strip()) for name in (text or "").split(",") if name.strip()]
+    if text is not None and not names:
+        raise ConfigError(f"--split {text!r} names no split")
+    return names
 
 
 def _mesh(text: str) -> Any:

@@ -6,11 +6,13 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pydantic
 
+from envs import base
 from envs.base import Environment, EnvironmentConfig, Task
 from rti_jax.config import ConfigError, EnvConfig, Origin
 from rti_jax.config_errors import explain
@@ -37,9 +39,20 @@ class EnvironmentSource:
         return self.cls(self.config, self.max_turns)
 
     def at_once(self, most: int) -> int:
-        """How many episodes run at once: `most`, or fewer where the environment bears fewer."""
-        own = self.cls.at_once(self.config)
-        return most if own is None else min(most, own)
+        """How many episodes run at once: `most`, or fewer where the environment bears fewer.
+
+        Raises:
+          ConfigError: the environment says what is no number of episodes.
+        """
+        try:
+            own = self.cls.at_once(self.config)
+        except Exception as error:
+            raise ConfigError(f"{self.cls.__name__}.at_once: {said(error, self.cls)}") from error
+        if own is None:
+            return most
+        if not isinstance(own, int) or own < 1:  # none at all would wait for ever
+            raise ConfigError(f"{self.cls.__name__}.at_once gives {own!r}; expected a number of 1 or more, or None")
+        return min(most, own)
 
     def asked(self) -> dict[str, str]:
         """Which other model plays each role ("user", "judge"): its name, or the address whose first model does."""
@@ -48,33 +61,72 @@ class EnvironmentSource:
 
     def check(self) -> None:
         """Raises ConfigError for what episodes need and would not find, e.g. a user simulator's endpoint."""
+        self.at_once(1)
         try:
             self.cls.check(self.config)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
     def tasks(self, split: str, key: str = "env.split") -> list[Task]:
-        """All tasks of a split. Raises ConfigError for an unknown split, no tasks, or ids that are no unique texts.
+        """All tasks of a split.
 
         Args:
           key: that names the split, for errors.
+
+        Raises:
+          ConfigError: an unknown split, no tasks, ids that are not unique, or something else than tasks.
         """
+        name = self.cls.__name__
         try:
-            tasks = list(self.cls.tasks(self.config, split))
+            given = self.cls.tasks(self.config, split)
+            tasks = None if given is None or isinstance(given, str) else list(given)
         except ValueError as error:
             raise ConfigError(f"{key}={split}: {error}") from error
+        except Exception as error:  # whatever a user's class does
+            raise ConfigError(f"{key}={split}: {name}.tasks: {said(error, self.cls)}") from error
+        if tasks is None:
+            raise ConfigError(f"{key}={split}: {name}.tasks gives {_short(given)}; expected a list of envs.base.Task")
         if not tasks:
-            raise ConfigError(f"{key}={split}: {self.cls.__name__} has no tasks there")
+            raise ConfigError(f"{key}={split}: {name} has no tasks there")
         for task in tasks:
             if not isinstance(task, Task):
-                raise ConfigError(f"{key}={split}: {self.cls.__name__} gave {task!r:.80} as a task, which is no Task")
+                raise ConfigError(f"{key}={split}: {name}.tasks gives {_short(task)}; expected an envs.base.Task")
             if not (isinstance(task.id, str) and task.id and encodable(task.id) == task.id):
-                raise ConfigError(f"{key}={split}: {self.cls.__name__} gave a task with id {task.id!r:.80}, not a text")
+                raise ConfigError(f"{key}={split}: {name} gave a task with id {task.id!r:.80}, not a text")
             if not isinstance(task.kind, str):
                 raise ConfigError(f"{key}={split}: task {task.id} has the kind {task.kind!r:.80}, not a text")
         if len({t.id for t in tasks}) != len(tasks):
-            raise ConfigError(f"{key}={split}: the tasks of {self.cls.__name__} have ids that are not unique")
+            raise ConfigError(f"{key}={split}: the tasks of {name} have ids that are not unique")
         return tasks
+
+
+def said(error: BaseException, cls: type[Environment]) -> str:
+    """An error of an environment: its type and words, and the place in the environment's own code."""
+    where = place(error, cls)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+
+
+def place(error: BaseException, cls: type[Environment]) -> str:
+    """file:line of the innermost frame of an error that lies in an environment's own code; empty if none does.
+
+    Its own code is the files beside those that its class and the classes it is built on are in.
+    """
+    classes = [c for c in cls.__mro__ if issubclass(c, Environment) and c is not Environment]
+    files = [getattr(sys.modules.get(c.__module__), "__file__", None) for c in classes]
+    folders = [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
+    not_theirs = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.abspath(base.__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = os.path.abspath(frame.filename)
+        folder = next((f for f in folders if file.startswith(f)), None)
+        if folder and not file.startswith(not_theirs) and "site-packages" not in file.removeprefix(folder):
+            here = os.getcwd() + os.sep
+            return f"{file.removeprefix(here)}:{frame.lineno}"
+    return ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]} ..."
 
 
 def environment_source(config: EnvConfig) -> EnvironmentSource:

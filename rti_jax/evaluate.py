@@ -137,6 +137,8 @@ def main(
     only_one(config.hosts, "rti eval")
     if table:
         eval_report.check_table(table)
+    if output:
+        runs.check_output(output)
     step = policies.chosen_step(config, step)
     if roles:
         if restart or per_task or table:

@@ -32,7 +32,13 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
 
 
 async def run_bounded(jobs: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[T]:
-    """Runs jobs, at most `limit` at once; results in order. The first error cancels the others and is raised."""
+    """Runs jobs, at most `limit` at once; results in order. The first error cancels the others and is raised.
+
+    Raises:
+      ValueError: a limit below 1, with which no job would ever begin.
+    """
+    if limit < 1:
+        raise ValueError(f"at most {limit} at once: nothing would ever run")
     slots = asyncio.Semaphore(limit)
 
     async def run(job: Callable[[], Awaitable[T]]) -> T:

@@ -126,7 +126,9 @@ NAMES: dict[str, str] = {
     "optimizer/skipped": "1 if the gradient was not finite and the update was left out",
     "optimizer/updates": "optimizer steps made in this step",
     "optimizer/idle": "optimizer steps left out since no group had a gradient",
-    "time/*": "seconds of a phase: rollout, intervention or teacher, update, sync, probe",
+    "time/other": "seconds of the step that no phase accounts for (metrics, transcripts, engines put to sleep), up to "
+    "this line; with it the sum of time/* is the whole step",
+    "time/*": "seconds of a phase: rollout, intervention or teacher, update (packing included), sync, probe",
     "engine/retried_requests": "requests asked once more, since what was to answer them died, hung or was wrong",
     "engine/restarts": "vLLM engines and servers that were started again, with the weights of now",
     "engine/servers": "servers of engine.kind=server",

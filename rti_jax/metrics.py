@@ -20,6 +20,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 QUIET = ("rollout", "intervention", "teacher", "update", "sync", "probe")  # phases of every step: no line of their own
 
 
+class Stopwatch:
+    """Wall time of a step by phase. Phases do not overlap; what none of them accounts for is "other".
+
+    Args:
+      clock: gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._started = clock, clock()
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds to the seconds of a phase."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - started
+
+    def metrics(self) -> dict[str, float]:
+        """`time/PHASE` of each phase and `time/other`; their sum is the time since the stopwatch was made."""
+        other = self._clock() - self._started - sum(self._seconds.values())
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/other": max(0.0, other)}
+
+
 def jsonable(value: float) -> float | int | None:
     """A number as JSON has it: integers stay, what is not finite becomes None."""
     if isinstance(value, int):
@@ -183,5 +209,5 @@ def summary_line(line: Mapping[str, float | None]) -> str:
     parts.append("no gradient" if norm is None else f"gradient {norm:.3f}")
     if (gap := get("mismatch/after_max")) is not None:
         parts.append(f"engine gap {gap:.1e}")
-    seconds = sum(value for name, value in line.items() if name.startswith("time/") and value)
+    seconds = sum(value for name, value in line.items() if name.startswith("time/") and value)  # the whole step
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds else parts)

@@ -287,6 +287,6 @@ def _make(source: EnvironmentSource) -> Environment:
 
 async def _close(environment: Environment) -> None:
     try:
-        await within(CLOSE_SECONDS, environment.close())
-    except (Exception, EpisodeTimeout) as error:  # the episode's result stands
-        logger.warning("closing %s: %s: %s", type(environment).__name__, type(error).__name__, error)
+        await Supervised(environment, CLOSE_SECONDS).close()
+    except env_base.EnvironmentError as error:  # the episode's result stands
+        logger.warning("closing %s: %s", type(environment).__name__, error)

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
 import os
 import pathlib
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,6 +102,21 @@ def locked(run: Run) -> Iterator[None]:
                 f"{run.folder} is being trained by another process; give another name="
             ) from error
         yield
+
+
+def check_output(path: pathlib.Path) -> None:
+    """Raises ConfigError where `--output` cannot be written, before the work that it is for; leaves nothing there."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for file in (path, path.with_suffix(".jsonl")):
+            if file.exists() and not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise config_lib.ConfigError(f"--output {path}: {error.strerror}") from error
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

@@ -81,6 +81,7 @@ def main(
     """
     hardness = Hardness(attempts, max_solved)
     hardness.check(output)
+    runs.check_output(output)
     only_one(config.hosts, "rti select")
     splits = config.eval.splits or [config.env.split]
     chosen = config.eval.model_copy(update={"splits": splits, "limit": limit, "tasks": ""})

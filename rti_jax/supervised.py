@@ -1,11 +1,12 @@
 """An environment as everything here drives it: calls and answers checked, waits limited, every error its own."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from envs.base import AssistantTurn, CallTimeout, Environment, EnvironmentError, Observation, Outcome, StepResult, Task
 from rti_jax import answers
-from rti_jax.limits import EpisodeTimeout, within
+from rti_jax.limits import CLOSE_SECONDS, EpisodeTimeout, within
 from rti_jax.tool_schemas import ToolSchemas
 
 T = TypeVar("T")
@@ -15,7 +16,8 @@ class Supervised:
     """Drives one episode of an environment.
 
     Args:
-      seconds: limit of one `reset`, `step` or `score`; it holds wherever the environment awaits something.
+      seconds: limit of one `reset`, `step` or `score`, and of `close` if it is less than `CLOSE_SECONDS`; it holds
+        wherever the environment awaits something.
 
     Every method raises EnvironmentError, whatever the environment raises or wrongly gives, and CallTimeout, which names
     the method. Here messages enter an episode, so here their text is made encodable.
@@ -42,6 +44,9 @@ class Supervised:
     async def score(self) -> Outcome:
         return answers.outcome(await self._await("score", lambda: self.environment.score()))
 
+    async def close(self) -> None:
+        await self._await("close", lambda: self.environment.close(), min(self._seconds, CLOSE_SECONDS))
+
     def checked(self, turn: AssistantTurn) -> AssistantTurn:
         """The turn as the environment gets it."""
         if self._schemas is None or not turn.tool_calls:
@@ -51,11 +56,16 @@ class Supervised:
         except ValueError as error:
             raise EnvironmentError(str(error)) from error
 
-    async def _await(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _await(self, name: str, call: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
+        seconds = self._seconds if seconds is None else seconds
         try:
-            return await within(self._seconds, call())
+            return await within(seconds, call())
         except EpisodeTimeout:
-            raise CallTimeout(f"{name} took longer than {self._seconds:g} s") from None
+            raise CallTimeout(f"{name} took longer than {seconds:g} s") from None
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():  # from outside: the episode itself ends
+                raise
+            raise EnvironmentError(f"{name} raised CancelledError, though nobody cancelled it") from error
         except EnvironmentError:
             raise
         except Exception as error:

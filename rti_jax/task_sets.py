@@ -106,7 +106,7 @@ def subset(splits: Mapping[str, Sequence[Task]], file: str, key: str) -> dict[st
 def read_ids(file: str, key: str) -> dict[str, int]:
     """Task id -> its line in a file that has one a line; empty lines and lines that begin with # are none."""
     try:
-        lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(file).read_text(encoding="utf-8-sig").splitlines()  # a BOM is no part of the first id
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is no text"
         raise ConfigError(f"{key}={file}: {reason}") from error

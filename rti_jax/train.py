@@ -51,7 +51,7 @@ from rti_jax.frozen_servers import FrozenServers
 from rti_jax.guards import Guards
 from rti_jax.hosts import Hosts, join, own_servers
 from rti_jax.joint_scoring import JointScorer
-from rti_jax.metrics import Recorder, Unrecorded
+from rti_jax.metrics import Recorder, Stopwatch, Unrecorded
 from rti_jax.rollout import Player
 from rti_jax.run_tasks import RunTasks
 from rti_jax.runtime import load_policy
@@ -131,7 +131,7 @@ class Trainer:
         self.scorer = JointScorer(self.hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
         self._engines = list(dict.fromkeys([engine, *others.values()]))
         self.guards = Guards(config.stop, run.folder, self.hosts.index)
-        self._seconds: dict[str, float] = {}
+        self._watch = Stopwatch()
         self._told_to_end = False
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
@@ -178,7 +178,7 @@ class Trainer:
     async def step(self) -> None:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
-        self._seconds = {}
+        self._watch = Stopwatch()
         collected = await self.collect(n)
         groups, metrics = collected.own, collected.metrics
         for each in self._engines:
@@ -202,7 +202,7 @@ class Trainer:
                 metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
         finally:
             metrics |= self.engine.pop_metrics()
-            self.recorder.write(n + 1, metrics | {f"time/{k}": v for k, v in self._seconds.items()})
+            self.recorder.write(n + 1, metrics | self._watch.metrics())
         self.guards.check(n + 1, metrics, packed)
 
     async def probe(self, groups: Sequence[Group]) -> float:
@@ -286,9 +286,8 @@ class Trainer:
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         self._at(name)
-        started = time.monotonic()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+        with self._watch.timed(name):
+            yield
 
 
 def luffy_teacher(config: config_lib.Config, tasks: RunTasks, chat: Chat, engine: Engine | None) -> luffy.Guide | None:

@@ -6,7 +6,8 @@
 On every task of the config's splits: gold play (`Environment.expert`, where the environment defines it) scores 1; doing
 nothing (`Environment.idle`) scores 0, but for the tasks that the environment names as exceptions, which must be won;
 calls fit their tools' schemas; the evidence is there, hides itself, is the same whenever it is asked for, and nothing
-in it is untrue (`Environment.check_evidence`; the table says "unchecked" where an environment has none). Then all
+in it is untrue (`Environment.check_evidence`; the table says "unchecked" where an environment has none); the tasks are
+the same whenever they are listed, references in tools' schemas lead somewhere, and closing raises nothing. Then all
 those episodes are played again, many at once and turn by turn in between each other: each must see, message by
 message, and score what it saw and scored alone. Every set-up, turn and score has a time limit, which holds wherever
 the environment awaits something. Nothing else than the environment is needed: no model, and no endpoint
@@ -25,11 +26,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from envs.base import AssistantTurn, Environment, EnvironmentError, Evidence, Outcome, Task
+from envs.base import AssistantTurn, Environment, EnvironmentError, Evidence, MalformedEvidence, Outcome, Task
 from rti_jax import config as config_lib
-from rti_jax.environments import EnvironmentSource, environment_source
+from rti_jax import declarations
+from rti_jax.environments import EnvironmentSource, environment_source, place, said
 from rti_jax.eval_play import COLUMNS
-from rti_jax.limits import EpisodeTimeout, run_bounded, within
+from rti_jax.limits import run_bounded
 from rti_jax.supervised import Supervised
 from rti_jax.task_sets import limited
 from rti_jax.types import Status
@@ -45,16 +47,25 @@ class Violation(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """An episode: all that it showed, as text, and its outcome; None if it was not played to its end."""
+    """An episode: all that it showed, as text, and its outcome; None if it was not played to its end.
+
+    Attributes:
+      unclosed: what went wrong when the environment was closed. tools: what is wrong with the tools that it showed.
+    """
 
     seen: tuple[str, ...]
     outcome: Outcome | None
     problem: str = ""
+    unclosed: str = dataclasses.field(default="", compare=False)
+    tools: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One violation: which check ("gold", "idle", "evidence", "isolation"), of which task, and what was seen."""
+    """One violation: which check, of which task ("*" for the split's as a whole), and what was seen.
+
+    The checks are "tasks", "gold", "idle", "evidence", "tools", "close" and "isolation".
+    """
 
     check: str
     task: str
@@ -77,6 +88,7 @@ class Report:
 def main(config: config_lib.Config, limit: int | None = None, seconds: float = SECONDS) -> int:
     """Prints a table and the violations; returns 1 if there are any."""
     source = environment_source(config.env)
+    source.at_once(TOGETHER)
     splits = list(dict.fromkeys([config.env.split, config.eval.split]))
     chosen = {split: limited(source.tasks(split), limit) for split in splits}
     with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
@@ -100,8 +112,9 @@ async def check(
       seconds: limit of one set-up, turn or score.
       advance: told of each episode; there are two for each task and each of `plays`.
     """
-    findings: list[Finding] = []
-    exceptions = source.cls.idle_exceptions(source.config, split)
+    changed = declarations.changed(source, split, tasks)
+    exceptions, unfit = declarations.exceptions(source, split)
+    findings = [Finding(kind, "*", text) for kind, text in (("tasks", changed), ("idle", unfit)) if text]
     chosen = plays(source)
     jobs = [(task, choose) for task in tasks for choose in chosen]
     alone = []
@@ -124,6 +137,7 @@ async def check(
             reproducible = await play(source, task, choose, seconds) == first
             how = "among others differs" if reproducible else "differs, also when it is played alone again"
             findings.append(Finding("isolation", task.id, f"{what} play {how}: {_difference(first, second)}"))
+    findings += _once(jobs * 2, [*alone, *together])
     won = [_won(p) for p in alone]
     return Report(
         split=split,
@@ -147,12 +161,15 @@ def plays(source: EnvironmentSource) -> tuple[Choose, ...]:
 async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: float = SECONDS) -> Played:
     """Plays the turns that `choose` gives; never raises. Other episodes get their chance between any two turns."""
     seen: list[str] = []
-    environment = None
+    tools: list[str] = []
+    environment = outcome = None
+    problem = unclosed = ""
     try:
         environment = source.cls.rehearsal(source.config, source.max_turns)
         supervised = Supervised(environment, seconds)
         start = await supervised.reset(task)
         seen.append(_text([*start.messages, *start.tools]))
+        tools = declarations.dangling(start.tools)
         for _ in range(source.max_turns):
             turn = choose(environment)
             if turn is None:
@@ -166,41 +183,57 @@ async def play(source: EnvironmentSource, task: Task, choose: Choose, seconds: f
             if not result.messages:
                 raise Violation("step answered with nothing and is not done")
             await asyncio.sleep(0)
-        outcome = await supervised.score()
-        seen.append(_text(dataclasses.asdict(outcome)))
-        return Played(tuple(seen), outcome)
+        scored = await supervised.score()
+        seen.append(_text(dataclasses.asdict(scored)))
+        outcome = scored
     except Exception as error:  # an environment may raise anything; here it is what was looked for
-        return Played(tuple(seen), None, _said(error))
+        problem = _said(error, source.cls)
     finally:
         if environment is not None:
-            await _close(environment, seconds)
+            unclosed = await _close(environment, seconds)
+    return Played(tuple(seen), outcome, problem, unclosed, tuple(tools))
 
 
 async def evidence_problems(source: EnvironmentSource, task: Task, seconds: float = SECONDS) -> list[str]:
     """What is wrong with the evidence of a task."""
     made: list[Environment] = []
+    doing = "reset"  # what is named when an error may not be quoted
     try:
         for _ in range(2):
             made.append(source.cls.rehearsal(source.config, source.max_turns))
             supervised = Supervised(made[-1], seconds)
             start = await supervised.reset(task)
         other, environment = made
+        doing = "evidence"
         evidence = environment.evidence()
         if not isinstance(evidence, Evidence) or not evidence.text.strip():
             return ["there is none"]
-        problems = list(environment.check_evidence())
+        doing = "check_evidence"
+        problems = environment.check_evidence()
+        if not isinstance(problems, list | tuple) or not all(isinstance(p, str) for p in problems):
+            return [f"check_evidence gives {type(problems).__name__}, not a list of strings"]
+        problems = list(problems)
+        doing = "the first observation"
         shown = "\n".join(str(m.get("content")) for m in start.messages)
         if evidence.text in shown:
             problems.append("the first observation shows it")
         if any(value and value in repr(evidence) for value in (evidence.text, *evidence.values) if len(value) > 12):
             problems.append("its repr shows it")
+        doing = "expert"
         if (turn := environment.expert()) is not None:
+            doing = "step"
             await supervised.step(turn)
+        doing = "evidence"
         if not (evidence == environment.evidence() == other.evidence()):
             problems.append("it is not the same in another episode, or after a turn")
         return problems
+    except MalformedEvidence as error:
+        return [said(error, source.cls)]
     except Exception as error:
-        return [f"{type(error.__cause__ or error).__name__} while it was checked"]  # its words may hold evidence
+        cause = error.__cause__ or error
+        where = place(cause, source.cls)
+        at = f" at {where}" if where else ""
+        return [f"{type(cause).__name__} in {doing}{at}; its words may hold evidence and are not shown"]
     finally:
         for each in made:
             await _close(each, seconds)
@@ -231,13 +264,15 @@ def show(name: str, reports: Sequence[Report], console: Console) -> None:
         console.print(f"in all: {tasks} tasks, {won}doing nothing wins {idle}")
     for r in reports:
         if r.idle:
-            console.print(escape(f"{r.split}: doing nothing wins {len(r.idle)} of {r.tasks} tasks: {' '.join(r.idle)}"))
+            line = f"{r.split}: doing nothing wins {len(r.idle)} of {r.tasks} tasks: {' '.join(r.idle)}"
+            console.print(escape(_printable(line, console)))
     for r in reports:
         shown: collections.Counter[str] = collections.Counter()
         for finding in r.findings:
             shown[finding.check] += 1
             if shown[finding.check] <= SHOWN:
-                console.print(escape(f"{r.split}: {finding.task}: {finding.check}: {finding.text}"))
+                line = f"{r.split}: {finding.task}: {finding.check}: {finding.text}"
+                console.print(escape(_printable(line, console)))
         for kind, count in shown.items():
             if count > SHOWN:
                 console.print(f"{r.split}: {kind}: {count - SHOWN} more")
@@ -269,6 +304,15 @@ def _judge(task: Task, is_gold: bool, played: Played, exception: bool) -> list[F
     return []
 
 
+def _once(jobs: Sequence[tuple[Task, Choose]], played: Sequence[Played]) -> list[Finding]:
+    """Faults of tools and of closing, which many episodes share: each is named for the first task that shows it."""
+    found: dict[tuple[str, str], Finding] = {}
+    for (task, _), p in zip(jobs, played, strict=True):
+        for kind, text in [("tools", text) for text in p.tools] + [("close", p.unclosed)] * bool(p.unclosed):
+            found.setdefault((kind, text), Finding(kind, task.id, text))
+    return list(found.values())
+
+
 def _won(played: Played) -> bool:
     return played.outcome is not None and played.outcome.status == "success" and played.outcome.reward == 1.0
 
@@ -297,13 +341,23 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def _said(error: Exception) -> str:
-    """An error in words; one that this package raised speaks for itself."""
-    return str(error) if isinstance(error, Violation | EnvironmentError) else f"{type(error).__name__}: {error}"
+def _printable(text: str, console: Console) -> str:
+    """The text with what the console cannot show, half a surrogate pair say, as escapes."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
-async def _close(environment: Environment, seconds: float) -> None:
+def _said(error: Exception, cls: type[Environment]) -> str:
+    """An error in words, with its place; one that this package or an environment raised speaks for itself."""
+    if isinstance(error, EnvironmentError) and isinstance(error.__cause__, Exception):
+        where = place(error.__cause__, cls)
+        return f"{error} ({where})" if where else str(error)
+    return str(error) if isinstance(error, Violation | EnvironmentError) else said(error, cls)
+
+
+async def _close(environment: Environment, seconds: float) -> str:
+    """What went wrong, or empty."""
     try:
-        await within(seconds, environment.close())
-    except (Exception, EpisodeTimeout):
-        pass
+        await Supervised(environment, seconds).close()
+    except EnvironmentError as error:
+        return _said(error, type(environment))
+    return ""

@@ -223,6 +223,8 @@ class TestSplits:
         [
             ("a.txt", f"# hard\n{EN}   # never solved\n\n{REPORT}\n"),
             ("a.txt", f"{EN}\n{REPORT}"),
+            ("a.txt", f"\ufeff{EN}\n{REPORT}"),  # a byte order mark
+            ("a.json", "\ufeff" + json.dumps([EN, REPORT])),
             ("a.yaml", f"- {EN}\n- {REPORT}\n"),
             ("a.json", json.dumps([EN, REPORT])),
         ],

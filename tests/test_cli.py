@@ -1,10 +1,12 @@
 """The `rti` command: what each mistake prints, exit codes, and what is imported when."""
 
+import errno
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from typer.testing import CliRunner
@@ -132,6 +134,35 @@ class TestPolicies:
         assert rti("eval", run / "config.yaml", "--split", given).exit_code == 0
         ((config, step),) = called
         assert (config.eval.split, config.eval.splits, step) == (split, splits, None)
+
+    @pytest.mark.parametrize("given", ["", " ", ","])
+    @pytest.mark.parametrize("command", [["eval"], ["select", "-o", "a.txt"]])
+    def test_a_split_without_a_name_is_a_mistake(self, run, called, command, given):
+        done = rti(*command, run / "config.yaml", "--split", given)
+        assert (done.exit_code, done.stderr) == (2, f"error: --split {given!r} names no split\n") and not called
+
+    @pytest.mark.parametrize(
+        ("place", "words"),
+        [("file.txt/a", "Not a directory"), ("folder", "Is a directory"), ("full/new/a", "Read-only file system")],
+    )
+    @pytest.mark.parametrize("command", ["eval", "eval --roles", "select"])
+    def test_an_output_that_cannot_be_written_is_said_first(self, run, command, place, words, monkeypatch):
+        (run / "file.txt").write_text("")
+        (run / "full").mkdir()
+        output = run / f"{place}{'.txt' if command == 'select' else '.json'}"
+        if place == "folder":
+            output.mkdir()
+        make = tempfile.TemporaryFile
+
+        def temporary(dir):
+            if dir == run / "full":
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), dir)
+            return make(dir=dir)
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
+        done = rti(*command.split(), run / "config.yaml", "--output", output)
+        assert (done.exit_code, done.stderr) == (2, f"error: --output {output}: {words}\n")
+        assert not any((run / "full").iterdir())
 
     def test_an_endpoint_needs_no_model(self, config, called):
         url = "http://127.0.0.1:1/v1"

@@ -260,6 +260,15 @@ class TestSubset:
         result = bench.run(keys={"eval": {"tasks": str(file)}})
         assert [r["task"] for r in result["tasks"]] == ["test/2", "test/7"]
 
+    def test_a_byte_order_mark_is_no_part_of_the_first_id(self, bench):
+        file = bench.folder / "hard.txt"
+        file.write_bytes(b"\xef\xbb\xbftrain/4\n")
+        config = bench.config(rollout={"tasks": str(file)})
+        assert [t.id for t in task_sets.trained(environment_source(config.env), config)] == ["train/4"]
+        file.write_bytes(b"\xef\xbb\xbf# a comment\ntest/2\n")
+        config = bench.config(eval={"tasks": str(file)})
+        assert [t.id for t in task_sets.held_out(environment_source(config.env), config)] == ["test/2"]
+
     @pytest.mark.parametrize(
         ("text", "line"),
         [

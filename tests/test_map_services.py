@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from envs.base import AssistantTurn, EnvironmentError, ToolCall
 from envs.navigation import Navigation, NavigationConfig, make_tasks
 from envs.navigation.expert import play_expert
+from envs.navigation.services import amap as amap_lib
 from envs.navigation.services import client as client_lib
 from envs.navigation.services.osm import _box
 from envs.navigation.services.request import Key, Request, ServiceError
@@ -381,6 +382,28 @@ class TestErrors:
         assert wait(1, 5.0) == 5.0 and wait(1, 3600.0) == 8.0
         assert 1.0 <= wait(1, 0.0) <= 2.0 and 4.0 <= wait(3, 0.0) <= 5.0 and wait(9, 0.0) == 8.0
 
+    @pytest.mark.parametrize(
+        ("code", "keys", "seconds"),
+        [
+            ("10004", {}, 30.0),  # the minute has to end
+            ("10004", {"backoff": 0.01}, 0.6),
+            ("10004", {"backoff_limit": 5.0}, 5.0),
+            ("10021", {}, 1.0),
+            ("10021", {"backoff": 0.01}, 0.02),
+        ],
+    )
+    def test_the_wait_of_amaps_codes_follows_the_configured_backoff(self, amap, tmp_path, code, keys, seconds):
+        client = Navigation.make_map(
+            amap_config(amap, tmp_path, **{"backoff": 0.5, "backoff_limit": 30.0, **keys})
+        )._client
+        body = json.dumps({"status": "0", "info": "ACCESS_TOO_FREQUENT", "infocode": code})
+        with pytest.raises(client_lib.Transient) as raised:
+            amap_lib._checked(200, body)
+        outcome = type("Outcome", (), {"exception": lambda self: raised.value})()
+        wait = client._wait(type("State", (), {"attempt_number": 1, "outcome": outcome})())
+        jitter = keys.get("backoff", 0.5)
+        assert seconds <= wait <= max(seconds, 2 * jitter)
+
     def test_a_rollout_is_no_failure_of_the_policy(self, osm, tmp_path):
         """A member that met a full quota has no reward; one whose second try was answered is like any other."""
         chat = tiny_chat()
@@ -660,6 +683,12 @@ class TestTaskFile:
             file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             source(NavigationConfig(tasks_file=str(file))).check()
+
+    def test_a_byte_order_mark_is_no_part_of_the_file(self, tmp_path):
+        file = tmp_path / "t.jsonl"
+        file.write_text("\ufeff" + json.dumps(self.LINE), encoding="utf-8")
+        config = NavigationConfig(tasks_file=str(file), min_population=15000)
+        assert [t.id for t in source(config).tasks("train")] == [self.LINE["id"]]
 
     def test_splits_turns_and_records(self, tmp_path):
         file = tmp_path / "t.jsonl"

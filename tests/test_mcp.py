@@ -448,6 +448,12 @@ class TestMistakes:
         with pytest.raises(ValueError, match=words):
             task_files.load(str(tmp_path / name))
 
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.yaml"])
+    def test_a_byte_order_mark_is_no_part_of_it(self, name, tmp_path):
+        text = '{"id": "a", "prompt": "x"}'
+        (tmp_path / name).write_text("\ufeff" + (text if name == "a.jsonl" else f"- {text}"), encoding="utf-8")
+        assert list(task_files.load(str(tmp_path / name))) == ["a"]
+
     def test_tasks_hold_no_gold(self, shelf):
         task = MCP.tasks(shelf(), "train")[1]
         assert task == Task("train/b", "small", {"shelf": {"7": "pen"}})

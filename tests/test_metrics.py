@@ -1,16 +1,22 @@
 """metrics.jsonl through interruptions, TensorBoard, plain and live progress, and the table of names."""
 
 import ast
+import asyncio
 import io
 import json
 import math
 import pathlib
 import re
+import runpy
+import types
 
 import pytest
+import stand_in
 from rich.console import Console
 
-from rti_jax import intervention_metrics, metric_names, metrics
+from rti_jax import intervention_metrics, metric_names, metrics, train
+from rti_jax.collection import Collected
+from rti_jax.hosts import Hosts
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -107,6 +113,101 @@ class TestProgress:
             "rti/replaced": None,
         }
         assert metrics.summary_line(line) == "corrections 0/0  admitted 0/2  no gradient"
+
+
+class Clock:
+    """Seconds as they are told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class TestStopwatch:
+    def test_phases_and_what_none_of_them_accounts_for_are_the_whole(self):
+        clock = Clock()
+        watch = metrics.Stopwatch(clock)
+        clock.now += 1.0  # before any phase
+        for seconds in (2.0, 3.0):
+            with watch.timed("rollout"):
+                clock.now += seconds
+        clock.now += 0.5
+        with pytest.raises(OSError), watch.timed("sync"):  # a phase that fails took its time too
+            clock.now += 4.0
+            raise OSError
+        found = watch.metrics()
+        assert found == {"time/rollout": 5.0, "time/sync": 4.0, "time/other": 1.5}
+        assert metrics.summary_line(found).endswith("  10.5 s")
+
+    def test_a_step_is_accounted_for_as_a_whole(self, tmp_path, monkeypatch):
+        """`Trainer.step` around stand-ins that each take a known time."""
+        clock, written = Clock(), []
+
+        def taking(seconds, result=None):
+            def job(*_, **__):
+                clock.now += seconds
+                return result
+
+            return job
+
+        def waiting(seconds, result=None):
+            async def job(*_, **__):
+                return taking(seconds, result)()
+
+            return job
+
+        config = stand_in.make_config()
+        trainer = object.__new__(train.Trainer)
+        trainer.config, trainer.hosts = config, Hosts()
+        trainer.learner = types.SimpleNamespace(
+            step=0, pack=taking(1.0), update=taking(2.0, {"optimizer/updates": 0.0}), replay=None
+        )
+        trainer.engine = types.SimpleNamespace(
+            sleep=waiting(4.0), wake_up=waiting(8.0), pop_metrics=taking(16.0, {"engine/restarts": 0.0})
+        )
+        trainer._engines = [trainer.engine]
+        trainer.run_folder = types.SimpleNamespace(trajectories=taking(0.0))
+        trainer.recorder = types.SimpleNamespace(phase=taking(0.0), write=lambda n, found: written.append(found))
+        trainer.guards = types.SimpleNamespace(check=taking(0.0))
+        trainer.scorer = types.SimpleNamespace(during=lambda job: job)
+        trainer.probe = waiting(32.0, 0.25)
+        monkeypatch.setattr(train, "Stopwatch", lambda: metrics.Stopwatch(clock))
+        monkeypatch.setattr(train.runs, "write_groups", taking(64.0))
+
+        async def collect(n):
+            clock.now += 128.0
+            with trainer._timed("rollout"):
+                clock.now += 256.0
+            return Collected([], range(0), 0, [], {})
+
+        trainer.collect = collect
+        asyncio.run(trainer.step())
+        seconds = {name: value for name, value in written[0].items() if name.startswith("time/")}
+        assert seconds == {
+            "time/rollout": 256.0,
+            "time/update": 3.0,
+            "time/sync": 8.0,
+            "time/probe": 32.0,
+            "time/other": 128.0 + 4.0 + 64.0 + 16.0,
+        }
+        assert written[0]["mismatch/after_max"] == 0.25
+
+    def test_the_share_that_is_neither_sampling_nor_the_update(self, tmp_path, monkeypatch, capsys):
+        benchmark = runpy.run_path(str(ROOT / "benchmarks" / "step_overhead.py"))["main"]
+        seconds = {"rollout": 5.0, "intervention": 1.0, "teacher": 2.0, "update": 1.0, "sync": 0.5, "probe": 0.25}
+        line = {f"time/{phase}": value for phase, value in seconds.items()}
+        monkeypatch.setattr("sys.argv", ["step_overhead.py", str(tmp_path)])
+        for other in ({}, {"time/other": 0.25}):
+            rows = [{"step": 1, "time/sync": 99.0, **other}, {"step": 3, **line, **other}]
+            (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            if other:
+                benchmark()
+            else:
+                with pytest.raises(SystemExit, match="has no time/other"):
+                    benchmark()
+        assert capsys.readouterr().out.splitlines()[-1].endswith("| 0.250 | 10.0% |")
 
 
 class TestNames:

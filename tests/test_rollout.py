@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from rti_jax import batching, runs
 from rti_jax.config import ConfigError, EnvConfig
 from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.environments import BUILT_IN, environment_source, load_environment, sample_tasks
+from rti_jax.limits import run_bounded
 from rti_jax.rollout import Player, Seat
 from rti_jax.seeds import derive_seed
 from rti_jax.types import Status
@@ -205,6 +207,62 @@ class TestLimits:
         assert (t.status, t.reward) == (Status.TIMEOUT, None)
         assert t.info["error"] == f"{phase} took longer than 0.05 s"
         assert len(t.turns) == {"reset": 0, "step": 1, "score": 2}[phase]
+
+    @pytest.mark.parametrize("phase", ["reset", "step", "score", "close"])
+    def test_a_cancellation_of_its_own_is_an_error_of_the_environment(self, phase):
+        """Taken for the episode's, it would end the whole run as if SIGTERM had come."""
+
+        class Odd(Lookup):
+            pass
+
+        async def odd(self, *args):
+            raise asyncio.CancelledError
+
+        setattr(Odd, phase, odd)
+        p = player()
+        p.source = type(p.source)(Odd, Odd.Config(), 4)
+        t = play(p)
+        if phase == "close":  # what it won stands
+            assert t.success
+        else:
+            assert (t.status, t.reward) == (Status.ENVIRONMENT_ERROR, None)
+            assert t.info["error"] == f"{phase} raised CancelledError, though nobody cancelled it"
+
+    def test_a_cancelled_episode_is_cancelled(self):
+        class Waiting(Lookup):
+            async def step(self, turn):
+                started.set()
+                await asyncio.sleep(3600)
+
+        p = player()
+        p.source = type(p.source)(Waiting, Waiting.Config(), 4)
+
+        async def cancelled():
+            task = asyncio.create_task(p.play(lookup_task(), Seat(0, 0, "train/0/0", 0)))
+            await started.wait()
+            task.cancel()
+            await task
+
+        started = asyncio.Event()
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(cancelled())
+
+    @pytest.mark.parametrize("number", [0, -1, "2", 1.5])
+    def test_a_number_of_episodes_that_is_none_is_refused(self, number):
+        """With 0 slots the first episode would wait for ever."""
+
+        class Odd(Lookup):
+            @classmethod
+            def at_once(cls, config):
+                return number
+
+        p = player()
+        source = type(p.source)(Odd, Odd.Config(), 4)
+        for asked in (lambda: source.at_once(8), source.check):
+            with pytest.raises(ConfigError, match=re.escape(f"Odd.at_once gives {number!r}")):
+                asked()
+        with pytest.raises(ValueError, match="at most 0 at once"):
+            asyncio.run(run_bounded([], 0))
 
     def test_concurrency(self):
         p = player(rollout={"concurrency": 3})
@@ -470,3 +528,27 @@ class TestEnvironmentNames:
             environment_source(EnvConfig(name="tests.fakes:Lookup", speed=3))
         with pytest.raises(ConfigError, match="env.split=dev: unknown split"):
             lookup_source().tasks("dev")
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            (KeyError("oops"), r"Odd.tasks: KeyError: 'oops' \(.*tests/test_rollout.py:\d+\)"),
+            (None, "Odd.tasks gives None; expected a list of envs.base.Task"),
+            ("ab", "Odd.tasks gives 'ab'; expected a list"),
+            (["a", "b"], "Odd.tasks gives 'a'; expected an envs.base.Task"),
+            ([Task("a"), Task(2)], "Odd.tasks gives Task.id=2.*; expected an envs.base.Task whose id is a string"),
+            (3, "Odd.tasks: TypeError"),
+            ([Task("a"), Task("a")], "the tasks of Odd have ids that are not unique"),
+        ],
+    )
+    def test_what_are_no_tasks_is_one_line(self, given, words):
+        class Odd(Lookup):
+            @classmethod
+            def tasks(cls, config, split):
+                if isinstance(given, Exception):
+                    raise given
+                return given
+
+        with pytest.raises(ConfigError, match=f"^env.split=train: {words}") as error:
+            type(lookup_source())(Odd, Odd.Config(), 4).tasks("train")
+        assert "\n" not in str(error.value)

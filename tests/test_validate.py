@@ -1,6 +1,9 @@
 """`rti validate`: sound environments pass, and each kind of fault is found and named."""
 
 import asyncio
+import inspect
+import os
+import pathlib
 import time
 from typing import ClassVar
 
@@ -185,6 +188,142 @@ class Mute(Sum):
         return Observation([])
 
 
+class WithTool(Sum):
+    """A tool that gold play does not call; a subclass gives its schema."""
+
+    parameters: ClassVar[dict] = {}
+
+    async def reset(self, task):
+        start = await super().reset(task)
+        tool = {"type": "function", "function": {"name": "say", "parameters": self.parameters}}
+        return Observation(start.messages, [tool])
+
+
+NOWHERE = "the schema of tool say refers to "
+
+
+class Nowhere(WithTool):
+    parameters: ClassVar[dict] = {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#/nope"}}}}
+
+
+class Elsewhere(WithTool):
+    parameters: ClassVar[dict] = {"$ref": "https://example.org/schema.json"}
+
+
+class Resolved(WithTool):
+    """All that may look like a lost reference and is none."""
+
+    parameters: ClassVar[dict] = {
+        "properties": {
+            "$ref": {"type": "string", "enum": ["x"], "default": {"$ref": "#/nope"}},
+            "a": {"$ref": "#/$defs/a"},
+            "b": {"$ref": "#b"},
+            "c": {"$id": "https://example.org/c", "$defs": {"d": {}}, "$ref": "#/$defs/d"},
+        },
+        "$defs": {"a": {"type": "integer"}, "b": {"$anchor": "b"}},
+    }
+
+
+class Drawn(Sum):
+    """Draws its tasks anew each time."""
+
+    number: ClassVar[list] = []
+
+    @classmethod
+    def tasks(cls, config, split):
+        cls.number.append(0)
+        return [Task(f"{split}/{i}", data={"a": len(cls.number), "b": 2}) for i in range(2)]
+
+
+class Reordered(Sum):
+    number: ClassVar[list] = []
+
+    @classmethod
+    def tasks(cls, config, split):
+        cls.number.append(0)
+        return Sum.tasks(config, split)[:: 1 if len(cls.number) % 2 else -1]
+
+
+class Renamed(Sum):
+    number: ClassVar[list] = []
+
+    @classmethod
+    def tasks(cls, config, split):
+        cls.number.append(0)
+        return [Task(f"{split}/{i}/{len(cls.number)}", data={"a": i, "b": 2}) for i in range(2)]
+
+
+class Unclosed(Sum):
+    async def close(self):
+        raise OSError("close boom")
+
+
+class BrokenExceptions(Sum):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        raise RuntimeError("exceptions boom")
+
+
+class UnknownExceptions(Sum):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        return {"nope"}
+
+
+class OneException(Sum):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        return "train/1 train/2"
+
+
+class NoExceptions(Sum):
+    @classmethod
+    def idle_exceptions(cls, config, split):
+        return None
+
+
+class SaidInLetters(Sum):
+    def check_evidence(self):
+        return "the sum is another"
+
+
+class NothingSaid(Sum):
+    def check_evidence(self):
+        return None
+
+
+class OneValue(Sum):
+    def evidence(self):
+        return Evidence(f"The sum is {self.result}.", self.result)
+
+
+class BrokenEvidence(Sum):
+    def evidence(self):
+        return Evidence(f"The sum is {self.rusult}.")  # the line that a finding names
+
+
+class TextMessages(Sum):
+    async def reset(self, task):
+        await super().reset(task)
+        return Observation(["no message"])
+
+
+class Cancelled(Sum):
+    async def step(self, turn):
+        raise asyncio.CancelledError
+
+
+class HalfPair(Sum):
+    async def step(self, turn):
+        raise RuntimeError("bad \ud800")
+
+
+class NoSlots(Sum):
+    @classmethod
+    def at_once(cls, config):
+        return 0
+
+
 def source(cls):
     return EnvironmentSource(cls, cls.Config(), 3)
 
@@ -235,6 +374,56 @@ class TestChecks:
         report = check(cls, seconds=0.05 if cls is Slow else 10.0)
         assert found(report) == expected
         assert any(words in f.text for f in report.findings)
+
+    @pytest.mark.parametrize(
+        ("cls", "expected", "words"),
+        [
+            (Nowhere, ("tools", "train/1"), NOWHERE + "#/nope, which is not there"),
+            (Elsewhere, ("tools", "train/1"), NOWHERE + "https://example.org/schema.json, which is not there"),
+            (Drawn, ("tasks", "*"), "each time they are asked for: train/0 has other contents"),
+            (Reordered, ("tasks", "*"), "each time they are asked for: they are in another order"),
+            (Renamed, ("tasks", "*"), "is not there any more"),
+            (Unclosed, ("close", "train/1"), "OSError: close boom (tests/test_validate.py:"),
+            (
+                BrokenExceptions,
+                ("idle", "*"),
+                "idle_exceptions: RuntimeError: exceptions boom (tests/test_validate.py:",
+            ),
+            (UnknownExceptions, ("idle", "*"), "names 1 ids that are no tasks of the split, e.g. nope"),
+            (OneException, ("idle", "*"), "gives one string; expected a set of ids"),
+            (NoExceptions, ("idle", "*"), "idle_exceptions: TypeError"),
+        ],
+    )
+    def test_a_fault_of_all_tasks_is_one_finding(self, cls, expected, words, monkeypatch):
+        monkeypatch.chdir(pathlib.Path(__file__).parents[1])
+        report = check(cls)
+        assert [(f.check, f.task) for f in report.findings] == [expected]
+        assert words in report.findings[0].text
+
+    @pytest.mark.parametrize(
+        ("cls", "words"),
+        [
+            (SaidInLetters, "check_evidence gives str, not a list of strings"),
+            (NothingSaid, "check_evidence gives NoneType, not a list of strings"),
+            (OneValue, "MalformedEvidence: the values of an Evidence are one string; expected a tuple: one value"),
+            (TextMessages, "AttributeError in the first observation; its words may hold evidence"),
+            (BrokenEvidence, "AttributeError in evidence at {}:{}; its words may hold evidence"),
+        ],
+    )
+    def test_what_is_wrong_with_the_evidence_is_one_finding_of_each_task(self, cls, words):
+        line = inspect.getsourcelines(BrokenEvidence.evidence)[1] + 1
+        report = check(cls)
+        assert sorted((f.check, f.task) for f in report.findings) == sorted(all_tasks("evidence"))
+        for finding in report.findings:
+            assert words.format(os.path.relpath(__file__), line) in finding.text and "rusult" not in finding.text
+
+    def test_references_that_lead_somewhere(self):
+        assert check(Resolved).findings == ()
+
+    def test_a_cancellation_of_its_own(self):
+        report = check(Cancelled)
+        assert found(report) == all_tasks("gold") | all_tasks("idle") | all_tasks("evidence")
+        assert "step raised CancelledError, though nobody cancelled it" in report.findings[0].text
 
     def test_without_gold_play_the_rest_is_checked(self):
         seen = []
@@ -315,6 +504,14 @@ class TestCommand:
         done = self.rti(tmp_path, FalseException)
         assert done.exit_code == 1
         assert "train: train/2: idle: named as won by doing nothing, but that ends in failure" in done.stdout
+
+    def test_half_a_surrogate_pair_is_printed_as_an_escape(self, tmp_path):
+        done = self.rti(tmp_path, HalfPair)
+        assert done.exit_code == 1 and "RuntimeError: bad \\ud800" in done.stdout
+
+    def test_no_slots_is_a_mistake_and_no_standstill(self, tmp_path):
+        done = self.rti(tmp_path, NoSlots)
+        assert done.exit_code == 2 and "NoSlots.at_once gives 0; expected a number of 1 or more" in done.stderr
 
     def test_no_gold_play_is_said(self, tmp_path):
         done = self.rti(tmp_path, WithoutGold)

@@ -74,7 +74,7 @@ def read_ids(path: pathlib.Path) -> list[str]:
       ValueError: it cannot be read, has no ids, or one of them twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"env.subset={path} cannot be read: {error}") from error

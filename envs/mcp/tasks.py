@@ -83,7 +83,7 @@ def load(path: str) -> dict[str, Record]:
 
 def _values(path: str) -> Iterable[tuple[str, Any]]:
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     if pathlib.Path(path).suffix in (".yaml", ".yml"):

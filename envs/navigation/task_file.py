@@ -101,7 +101,7 @@ def _load(path: pathlib.Path, decimals: int, _changed: int) -> TaskFile:
 def read(path: pathlib.Path) -> list[TaskRow]:
     """The rows of a file. Raises ValueError that names the line."""
     rows, seen = [], set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -109,8 +109,10 @@ def _checked(status: int, body: str) -> dict[str, Any]:
     if code in REFUSED:
         raise refusal(REFUSED[code])
     if code in TOO_FAST:
-        # 10004 ends with the minute, the others with the second.
-        raise Transient(f"{code} {said}; lower env.amap.rate", 60.0 if code == "10004" else 1.0, "quota")
+        # AMap asks for no wait. 10004 ends with the minute, the others with the second: at the default backoff of 0.5 s
+        # the first retry comes after 30 s, of the others after 1 s.
+        backoffs = 60.0 if code == "10004" else 2.0
+        raise Transient(f"{code} {said}; lower env.amap.rate", kind="quota", backoffs=backoffs)
     if code in BUSY or code.startswith("3"):
         raise Transient(f"{code} {said}")
     kind = "quota" if code in QUOTA else "key" if code in KEY_CODES else "setup"

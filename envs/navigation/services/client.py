@@ -100,8 +100,9 @@ class Client:
         self.store.put(request.name, status, body)
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
-        """Seconds until the next try: exponential, or what the service asks for, up to the limit."""
-        after = getattr(state.outcome.exception(), "after", 0.0)
+        """Seconds until the next try: exponential, or more where service or failure ask for it, up to the limit."""
+        error = state.outcome.exception()
+        after = max(error.after, error.backoffs * self._config.backoff)
         return max(self._backoff(state), min(after, self._config.backoff_limit))
 
     async def _send(self, request: Request) -> tuple[int, str]:

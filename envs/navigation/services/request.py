@@ -25,11 +25,16 @@ class ServiceError(EnvironmentError):
 
 
 class Transient(Exception):
-    """Another try may be answered. `after`: seconds that the service asks to wait, if it says so."""
+    """Another try may be answered.
 
-    def __init__(self, text: str, after: float = 0.0, kind: Kind = "unavailable"):
+    Attributes:
+      after: seconds that the service asks to wait, if it says so.
+      backoffs: the first wait in multiples of the configured backoff, where the failure is known to last longer.
+    """
+
+    def __init__(self, text: str, after: float = 0.0, kind: Kind = "unavailable", backoffs: float = 1.0):
         super().__init__(text)
-        self.after, self.kind = after, kind
+        self.after, self.kind, self.backoffs = after, kind, backoffs
 
 
 @dataclasses.dataclass(frozen=True)
