@@ -61,8 +61,9 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
 
 
 def encodable(value: Any) -> Any:
-    """The same JSON value, each half of a surrogate pair (which no file or request can hold) replaced by "?"."""
-    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    """The same JSON value, each half of a surrogate pair (which no file or request can hold) replaced by U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def without_key(text: str, key: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from envs import base as env_base
 from envs.base import AssistantTurn, Environment, Message, Task, ToolCall
-from envs.chat_api import encodable, split_thinking
+from envs.chat_api import split_thinking
 from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingConfig
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
@@ -138,7 +138,7 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 def _arguments(written: str) -> tuple[dict[str, Any] | None, str | None]:
     """(arguments, None), or (None, what is wrong)."""
     try:
-        arguments = encodable(json.loads(written or "{}"))
+        arguments = json.loads(written or "{}")
     except (ValueError, RecursionError) as error:
         return None, f"the arguments of the tool call are not valid JSON: {error}"
     if not isinstance(arguments, dict):

@@ -220,8 +220,8 @@ class TestEpisode:
             lambda b: says("\ud800", tool("look", {"name": "\ud800"})) if len(b["messages"]) < 4 else expert(b)
         )
         trajectory = play(server)
-        assert trajectory.success and trajectory.messages[2]["content"] == "?"
-        assert endpoint_policy.read(trajectory.messages[2]).tool_calls[0].arguments == {"name": "?"}
+        assert trajectory.success and trajectory.messages[2]["content"] == "\ufffd"
+        assert endpoint_policy.read(trajectory.messages[2]).tool_calls[0].arguments == {"name": "\ufffd"}
         json.dumps(trajectory.messages, ensure_ascii=False).encode()
 
     def test_a_reply_cut_at_the_limit_is_truncated(self, serve):

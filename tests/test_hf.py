@@ -424,7 +424,7 @@ class TestSharding:
         assert tuple(uneven.spec(mesh)) == (None, None)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("family", ["dense", "hybrid"])
+    @pytest.mark.parametrize("family", ["dense", pytest.param("hybrid", marks=pytest.mark.exhaustive)])
     def test_eight_devices(self, folders, tmp_path, family):
         """Shards, logits, gradients, saved tensors and log-probabilities equal one device's."""
         folder, script = folders / "untied", EIGHT_DEVICES

@@ -306,7 +306,7 @@ def test_each_run_counts_an_engines_versions_from_its_own_start():
     assert asyncio.run(_session()) == ([0, 0, 5, 5, 5], 0, 14)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_arms_on_one_engine(tmp_path):
     """The real thing, tiny: both arms start from the model's weights, and the tables are there."""
     small = ["steps=1", "rollout.groups_per_step=6", "rollout.group_size=4", "eval.limit=4"]

@@ -536,7 +536,7 @@ class TestEnvironmentNames:
             (None, "Odd.tasks gives None; expected a list of envs.base.Task"),
             ("ab", "Odd.tasks gives 'ab'; expected a list"),
             (["a", "b"], "Odd.tasks gives 'a'; expected an envs.base.Task"),
-            ([Task("a"), Task(2)], "Odd.tasks gives Task.id=2.*; expected an envs.base.Task whose id is a string"),
+            ([Task("a"), Task(2)], "Odd gave a task with id 2, not a text"),
             (3, "Odd.tasks: TypeError"),
             ([Task("a"), Task("a")], "the tasks of Odd have ids that are not unique"),
         ],

@@ -302,12 +302,6 @@ class BrokenEvidence(Sum):
         return Evidence(f"The sum is {self.rusult}.")  # the line that a finding names
 
 
-class TextMessages(Sum):
-    async def reset(self, task):
-        await super().reset(task)
-        return Observation(["no message"])
-
-
 class Cancelled(Sum):
     async def step(self, turn):
         raise asyncio.CancelledError
@@ -406,7 +400,6 @@ class TestChecks:
             (SaidInLetters, "check_evidence gives str, not a list of strings"),
             (NothingSaid, "check_evidence gives NoneType, not a list of strings"),
             (OneValue, "MalformedEvidence: the values of an Evidence are one string; expected a tuple: one value"),
-            (TextMessages, "AttributeError in the first observation; its words may hold evidence"),
             (BrokenEvidence, "AttributeError in evidence at {}:{}; its words may hold evidence"),
         ],
     )
