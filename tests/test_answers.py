@@ -132,7 +132,7 @@ def test_text_without_utf8_is_replaced():
 @pytest.mark.parametrize(
     ("tasks", "words"),
     [
-        (["a"], "gave 'a' as a task, which is no Task"),
+        (["a"], "gives 'a'; expected an envs.base.Task"),
         ([Task(1)], "gave a task with id 1, not a text"),
         ([Task("")], "gave a task with id '', not a text"),
         ([Task("\ud800")], "not a text"),

@@ -50,7 +50,7 @@ def test_what_is_one():
 
 def test_half_a_character_is_replaced():
     body = '{"choices": [{"message": {"content": "a\\ud800b \\ud83d\\ude00", "reasoning": "\\udfff"}}]}'
-    assert chat_api.read(body)[0] == {"role": "assistant", "content": "a?b 😀", "reasoning": "?"}
+    assert chat_api.read(body)[0] == {"role": "assistant", "content": "a\ufffdb 😀", "reasoning": "\ufffd"}
 
 
 @pytest.mark.parametrize("body", ["<html>", '{"data"', "null", '{"data": null}', '{"data": [1]}', '{"models": []}'])

@@ -159,7 +159,7 @@ class TestStored:
         assert setup.guided(teacher)[1]["teacher/missing"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_main_job_with_stored_rollouts_of_an_expert(tmp_path):
     """One step through the command line, with vLLM: failed groups hold the expert's episodes, and are learned from."""
     config = load_config(CONFIG)

@@ -68,7 +68,9 @@ class TestParity:
         check_gradients(pairs(name), 1e-3)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("options", [{"scan_layers": False}, {"remat": "full"}])
+    @pytest.mark.parametrize(
+        "options", [pytest.param({"scan_layers": False}, marks=pytest.mark.exhaustive), {"remat": "full"}]
+    )
     def test_every_way_to_run_it_is_the_same(self, pairs, options):
         tied = pairs("equal-heads")
         model = dataclasses.replace(tied.model, execution=dataclasses.replace(tied.model.execution, **options))

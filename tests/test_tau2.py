@@ -761,7 +761,7 @@ class TestEndpointUser:
             await env.step(AssistantTurn("What?"))
             return start.messages[-1]["content"], server.requests[-1]["messages"][-2]["content"]
 
-        assert run(with_server([answer("a\ud800b"), answer("Hi.")], play_it, model="m")) == ("a?b", "a?b")
+        assert run(with_server([answer("a\ud800b"), answer("Hi.")], play_it, model="m")) == ("a\ufffdb", "a\ufffdb")
 
     def test_a_user_whose_first_calls_fail_is_a_user_error(self):
         with pytest.raises(UserError, match="10 of the user's calls failed before the agent's first turn"):

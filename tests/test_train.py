@@ -135,7 +135,7 @@ def test_two_hosts_leave_one_run_folder(two):
     assert sorted(p.name for p in (two / "checkpoints").iterdir()) == ["1", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_evaluated_as_it_was_in_the_run(runs, tmp_path):
     """The weights of the newest checkpoint, the run's config and seeds: the same episodes, byte for byte."""
     done = rti("eval", runs / "whole", "--output", tmp_path / "a.json")

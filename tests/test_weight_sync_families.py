@@ -69,7 +69,7 @@ def check(root: pathlib.Path, model_type: str, tied: bool, dtype: str = "float32
 @pytest.mark.parametrize(
     ("model_type", "tied"),
     [
-        ("llama", False),
+        pytest.param("llama", False, marks=pytest.mark.exhaustive),
         pytest.param("llama", True, marks=pytest.mark.exhaustive),
         pytest.param("qwen2", False, marks=pytest.mark.exhaustive),
         pytest.param("qwen2", True, marks=pytest.mark.exhaustive),
