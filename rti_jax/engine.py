@@ -421,6 +421,9 @@ class _VLLM:
     def end(self) -> None:
         """Ends it; blocks."""
         try:
+            # vLLM itself stops this task last, which until then may take the end of the process for a death and log it.
+            if (outputs := self.llm.output_handler) is not None:
+                outputs.get_loop().call_soon_threadsafe(outputs.cancel)
             self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
         finally:
             _end(self.processes)

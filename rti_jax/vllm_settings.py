@@ -17,6 +17,7 @@ CPU_CACHE_BYTES = (64 << 20, 4 << 30)  # least and most for the key/value cache 
 # Defaults of a vLLM that we start ourselves; what the user's environment sets wins.
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # set it to INFO to see vLLM's log
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is what a command was asked for, JSON for one
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from rti_jax import vllm_settings, weight_sync
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine import GenerateRequest, make_engine
 from rti_jax.engine_errors import ContextLengthError, EngineDiedError, EngineError
+from rti_jax.loop_thread import LoopThread
 
 CONTEXT = 512
 END = BYTES + 2  # <|im_end|>
@@ -244,6 +246,33 @@ class TestEnd:
             assert await_line(trainer, "sampled") == ["24"]
             assert trainer.wait(300) == -signal.SIGKILL
             wait_until_gone(trainer.pid)
+
+    def test_vllms_reader_of_outputs_never_takes_the_end_for_a_death(self):
+        loop, deaths = LoopThread(), []
+
+        async def start():
+            died = asyncio.get_running_loop().create_future()
+
+            async def read():
+                try:
+                    await died
+                except RuntimeError as error:
+                    deaths.append(error)
+
+            return died, asyncio.create_task(read())
+
+        died, reader = loop.call(start())
+        loop.call(asyncio.sleep(0))  # it waits for outputs
+
+        def shutdown(timeout):
+            died.get_loop().call_soon_threadsafe(lambda: died.done() or died.set_exception(RuntimeError()))
+
+        vllm = engine_lib._VLLM()
+        vllm.llm = types.SimpleNamespace(output_handler=reader, shutdown=shutdown)
+        vllm.end()
+        loop.call(asyncio.wait([reader]))
+        loop.stop()
+        assert reader.cancelled() and not deaths
 
     def test_ctrl_c_while_starting_leaves_nothing(self, folder, tmp_path):
         with trainer_script(folder, tmp_path, "starting") as trainer:
