@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import markdown_it
 import numpy as np
 
 from rti_jax import charts, claims, report
@@ -147,7 +148,8 @@ def claims_text(verdicts: Sequence[claims.Verdict], notes: Mapping[str, str]) ->
     tally = collections.Counter(v.verdict for v in verdicts)
     order = (claims.HOLDS, claims.FAILS, claims.OPEN, claims.NOT_RUN)
     lines = [", ".join(f"{tally[word]} {word}" for word in order if tally[word]) + ".", ""]
-    lines += markdown(["claim", "the paper", "here"], [[v.claim.text, v.claim.paper, v.verdict] for v in verdicts])
+    rows = [[v.claim.text, v.claim.paper, v.verdict] for v in verdicts]
+    lines += markdown(["claim", "the paper", "here"], rows, numbers=False)
     for v in verdicts:
         lines += ["", f"**{v.claim.text}: {v.verdict}.**"]
         lines += [f"- {finding}" for finding in v.findings]
@@ -235,9 +237,10 @@ def cell(estimate: Estimate, signed: bool = False) -> str:
     )
 
 
-def markdown(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Lines of a table."""
-    return ["| " + " | ".join(str(c).replace("|", "\\|") for c in r) + " |" for r in (head, ["---"] * len(head), *rows)]
+def markdown(head: Sequence[Any], rows: Sequence[Sequence[Any]], *, numbers: bool = True) -> list[str]:
+    """Lines of a table; `numbers` stand right, but for the first column."""
+    align = [":---", *["---:" if numbers else ":---"] * (len(head) - 1)]
+    return ["| " + " | ".join(str(c).replace("|", "\\|") for c in r) + " |" for r in (head, align, *rows)]
 
 
 INTRODUCTION = """# The paper's orderings in miniature
@@ -260,11 +263,16 @@ def document(sections: Mapping[str, str], images: Mapping[str, str]) -> str:
     )
 
 
+WIDE_TABLES = "table { display: block; overflow-x: auto; } [style*=right] { white-space: nowrap; }\n"
+
+
 def page(title: str, sections: Mapping[str, str], curves: Mapping[str, str]) -> str:
-    """The same as one HTML file that needs no network; tables stay as text."""
-    text = "".join(f"<h2>{name}</h2><pre>{html.escape(body)}</pre>" for name, body in sections.items())
+    """The same as one HTML file that needs no network."""
+    render = markdown_it.MarkdownIt("commonmark", {"html": False}).enable("table").render
+    text = "".join(f"<h2>{html.escape(name.capitalize())}</h2>\n{render(body)}" for name, body in sections.items())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{report.STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
-        f'<div class="charts">{"".join(curves.values())}</div>\n{text}</body></html>\n'
+        f"<style>{report.STYLE}{WIDE_TABLES}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
+        f'{text}<h2>Over training</h2><p>Means over seeds.</p><div class="charts">{"".join(curves.values())}</div>\n'
+        "</body></html>\n"
     )

@@ -143,3 +143,12 @@ class TestCharts:
         svg = charts.line_chart({"a": [(0, 0.0), (1, 1.0)]}, "t")
         (x0, y0), (x1, y1) = (map(float, p.split(",")) for p in re.search('points="(.*?)"', svg)[1].split())
         assert x0 < x1 and y0 > y1  # SVG's y grows downwards
+
+    def test_a_legend_of_any_size_stays_above_the_lines(self):
+        labels = [f"a rather long label {i}" for i in range(6)]
+        svg = charts.line_chart({label: [(0, 0.0), (1, 1.0)] for label in labels}, "a title " * 12)
+        legend = [float(re.search(f'y="([0-9.]+)"[^>]*>{label}<', svg)[1]) for label in labels]
+        highest = min(float(p.split(",")[1]) for line in re.findall('points="(.*?)"', svg) for p in line.split())
+        assert max(legend) < highest and len(set(legend)) > 1
+        assert max(float(x) for x in re.findall(r'<text x="([0-9.]+)"[^>]*>a rather', svg)) < charts.WIDTH - 100
+        Tags(svg)

@@ -266,7 +266,14 @@ def test_runs_on_other_tasks_are_refused(tmp_path):
 
 
 def test_markdown_cells_cannot_break_a_table():
-    assert study_report.markdown(["a|b"], [["c"]]) == ["| a\\|b |", "| --- |", "| c |"]
+    assert study_report.markdown(["a|b"], [["c"]]) == ["| a\\|b |", "| :--- |", "| c |"]
+
+
+def test_the_page_has_real_tables_and_escapes_all_text():
+    table = "\n".join(study_report.markdown(["arm", "score"], [["<script>x</script>", 1]]))
+    page = study_report.page("<b>", {"tables": table}, {})
+    assert "<table>" in page and '<td style="text-align:right">1</td>' in page
+    assert "<script>" not in page and "&lt;script&gt;x" in page and "<b>" not in page
 
 
 class _Engine:
