@@ -247,7 +247,8 @@ INTRODUCTION = """# The paper's orderings in miniature
 
 Written by `rti reproduce`. A million-parameter policy on two or three places a task, instead of 8B parameters on three
 to nine: what is compared is the order of methods, not a number. Seeds, budgets and tests were fixed before the runs;
-every setting but the arm's own is the same in all arms. Scores are percent with 95% intervals: tasks and seeds are
+every setting but the arm's own is the same in all arms. An arm that was added after a look at results says so in its
+config, and no claim uses it. Scores are percent with 95% intervals: tasks and seeds are
 resampled together (with one seed: tasks), and few seeds make such an interval rather too narrow. A claim *holds* if the
 whole interval of every difference it needs lies above zero, *does not hold* if one lies below, else it is *not
 distinguishable*. Of so many claims one in forty would be decided wrongly by chance.
