@@ -131,8 +131,9 @@ class Trainer:
         self.scorer = JointScorer(self.hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
         self._engines = list(dict.fromkeys([engine, *others.values()]))
         self.guards = Guards(config.stop, run.folder, self.hosts.index)
+        self.guards.restore(learner.statistics.get("guards", {}))
         self._watch = Stopwatch()
-        self._told_to_end = False
+        self._told_to_end, self._recorded = False, 0  # the last step whose line is on disk
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
             config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._timed, self.hosts
@@ -146,7 +147,8 @@ class Trainer:
         config, learner, hosts = self.config, self.learner, self.hosts
         if not hosts.alone:  # one that stopped by itself would leave the others waiting
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
-        with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        # On several hosts a save ends for all of them before any goes on.
+        with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep, background=hosts.alone) as checkpoints:
             if learner.step:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
@@ -155,6 +157,7 @@ class Trainer:
                     await self.evaluate()
                 while learner.step < config.steps:
                     await self.step()
+                    checkpoints.check()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
                     states = hosts.exchange((self._told_to_end, overdue))
                     ending, overdue = any(told for told, _ in states), states[0][1]
@@ -166,7 +169,8 @@ class Trainer:
                     if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
                         await self.evaluate()
             except BaseException:
-                if learner.step > saved and hosts.alone:  # a save takes all hosts, and the others know of nothing
+                # A save takes all hosts, and the others know of nothing. A step without its line is made again.
+                if learner.step > saved and self._recorded == learner.step and hosts.alone:
                     self.save(checkpoints)
                 raise
         self._at("export")
@@ -203,6 +207,7 @@ class Trainer:
         finally:
             metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | self._watch.metrics())
+            self._recorded = n + 1
         self.guards.check(n + 1, metrics, packed)
 
     async def probe(self, groups: Sequence[Group]) -> float:
@@ -270,7 +275,8 @@ class Trainer:
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""
         self._at(f"saving the checkpoint of step {self.learner.step}")
-        checkpoints.save(self.learner.step, self.learner.state, {"seed": self.config.seed})
+        statistics = {"guards": self.guards.state}
+        checkpoints.save(self.learner.step, self.learner.state, self.learner.identity | {"statistics": statistics})
 
     def _end(self) -> None:
         self._told_to_end = True
