@@ -118,7 +118,7 @@ class Chat:
             raise ConfigError(f"model.path: no Hugging Face model at {folder} (config.json is missing)")
         model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises many kinds for one mistake
             raise ConfigError(f"model.path: no usable tokenizer in {folder}: {str(error).splitlines()[0]}") from error
         return cls(tokenizer, model_type, thinking, _generation_stop_ids(folder))
