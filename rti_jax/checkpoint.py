@@ -24,10 +24,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from rti_jax.config import ConfigError
-from rti_jax.disk import DiskFullError, writing
+from rti_jax.disk import DiskFullError, full, writing
 from rti_jax.learner import TrainState
 
 log = logging.getLogger(__name__)
+# Orbax logs each thread that met a full disk with its stack; `wait` raises the one line that says it.
+logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and full(record.exc_info[1])))
 
 MARKER, EXTRA, STATE = "COMMITTED.json", "extra.json", "state"
 
@@ -116,7 +118,7 @@ class Checkpoints:
                     self._delete_old()
         except BaseException as error:  # raised by `wait`, in the thread that saves
             self._error = error
-            if isinstance(error, DiskFullError) and _first_process():
+            if isinstance(error, DiskFullError) and _first_process():  # Orbax may still be writing, so not all may go
                 shutil.rmtree(folder, ignore_errors=True)  # older ones stay, and there may be room for what is small
 
     def _delete_old(self) -> None:

@@ -58,7 +58,7 @@ def _files(config: Config) -> dict[str, str]:
     rollouts, prompts = pathlib.Path(config.loss.teacher.rollouts), pathlib.Path(config.rti.prompts)
     if rollouts.is_file():
         found["loss.teacher.rollouts"] = fingerprint.of_file(rollouts)
-    if prompts.is_dir() and not (roles.STYLES / prompts).is_dir():
+    if prompts.is_dir() and (prompts.is_absolute() or not (roles.STYLES / prompts).is_dir()):
         found["rti.prompts"] = fingerprint.of_files(sorted(prompts.glob("*.j2")))
     return found
 
