@@ -22,6 +22,7 @@ writes the run folder, metrics and transcripts of all hosts included; checkpoint
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import sys
@@ -46,7 +47,8 @@ from rti_jax import config as config_lib
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints
 from rti_jax.collection import Collection
-from rti_jax.engine import Engine, GenerateRequest, make_engine
+from rti_jax.engine import Engine, GenerateRequest, GenerateResult, make_engine
+from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.frozen_servers import FrozenServers
 from rti_jax.guards import Guards
 from rti_jax.hosts import Hosts, join, own_servers
@@ -58,6 +60,7 @@ from rti_jax.runtime import load_policy
 from rti_jax.training_state import Learner
 from rti_jax.types import Group
 
+logger = logging.getLogger(__name__)
 PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
 
 
@@ -218,10 +221,21 @@ class Trainer:
             GenerateRequest(p, min(sampling.max_tokens, 64), sampling.temperature, i, stop)
             for i, p in enumerate(prompts)
         ]
-        answers = await asyncio.gather(*(self.engine.generate(r) for r in requests))
-        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
-        gaps = [np.abs(s - np.asarray(a.logprobs)) for s, a in zip(scored, answers, strict=True)]
+        answers = await asyncio.gather(*map(self._answer, requests))
+        answered = [(r, a) for r, a in zip(requests, answers, strict=True) if a]
+        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in answered])
+        gaps = [np.abs(s - np.asarray(a.logprobs)) for s, (_, a) in zip(scored, answered, strict=True)]
         return float(max((g.max() for g in gaps if g.size), default=math.nan))
+
+    async def _answer(self, request: GenerateRequest) -> GenerateResult | None:
+        """The engine's answer, None for one that failed: that is no reason to end a run."""
+        try:
+            return await self.engine.generate(request)
+        except EngineDiedError:
+            raise
+        except EngineError as error:
+            logger.warning("a request of the probe: %s", error)
+            return None
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
