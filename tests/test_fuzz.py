@@ -213,7 +213,7 @@ def test_what_is_parsed_is_bounded_and_can_be_written(thinking):
     source, _ = navigation()
     prompt = chat.start([{"role": "user", "content": "Go."}])
     kinds = set()
-    for _ in range(1200):
+    for _ in range(800):
         parsed = chat.parse(prompt, absurd_ids(rng, chat))
         for called in parsed.turn.tool_calls:
             kinds.add(called.error is None)
