@@ -6,9 +6,10 @@ import pickle
 import msgpack
 import numpy as np
 import pytest
-from stand_in import make_groups
+from stand_in import make_config, make_groups
+from test_intervention import Run
 
-from rti_jax import wire
+from rti_jax import batching, wire
 from rti_jax.roles import RoleUsage
 from rti_jax.types import Status
 
@@ -40,6 +41,12 @@ def test_groups_with_corrections_and_arrays_do():
     found = wire.decode(wire.encode([array]))[0]
     assert found.dtype == array.dtype and (found == array).all()
     found[0, 0] = 7  # its own memory
+
+
+def test_what_hosts_collect_after_a_step_does():
+    run = Run()
+    sent = ([run()], run.roles.pop_usage(), [batching.build(make_groups(), make_config()).outline])
+    assert sent[0][0].attempts and repr(wire.decode(wire.encode(sent))) == repr(sent)  # by its text: NaN is not itself
 
 
 @pytest.mark.parametrize("value", [object(), len, ValueError("x"), {1, 2}, np.array([object()])])
