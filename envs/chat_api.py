@@ -1,10 +1,11 @@
 """What an OpenAI-compatible endpoint answers, read with care: proxies, overloaded servers and models send anything."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from envs.base import Message
 
+T = TypeVar("T")
 WRONG_URL = "is the base URL right? it usually ends with /v1"
 
 
@@ -60,10 +61,21 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
     return thinking, rest.lstrip("\n") if closed else rest, bool(opened)
 
 
-def encodable(value: Any) -> Any:
-    """The same JSON value, each half of a surrogate pair (which no file or request can hold) replaced by U+FFFD."""
+def encodable(value: T) -> T:
+    """A JSON value, each half of a surrogate pair (which no file or request can hold) replaced by U+FFFD.
+
+    JSON can write such a thing ("\\ud800"), and neither tokenizers nor files take it. Where there is nothing to replace
+    it is the very same object.
+
+    Raises:
+      TypeError, ValueError, RecursionError: for what is no JSON.
+    """
     text = json.dumps(value, ensure_ascii=False)
-    return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    return value
 
 
 def without_key(text: str, key: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from envs.base import EnvironmentError, Message, Observation, Outcome, StepResult
-from rti_jax.plain_json import encodable, encodable_json
+from envs.chat_api import encodable
 from rti_jax.types import Status
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -100,7 +100,7 @@ def _name(tool: Any) -> str:
 
 def _encodable(value: Any, what: str) -> Any:
     try:
-        return encodable_json(value)
+        return encodable(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentError(f"{what} that are no JSON: {error}") from None
 

@@ -15,8 +15,9 @@ from typing import Any
 from renderers import ParsedToolCall, ToolCallParseStatus, config_from_name, create_renderer
 
 from envs.base import AssistantTurn, Message, ToolCall
+from envs.chat_api import encodable
 from rti_jax.config import ConfigError
-from rti_jax.plain_json import encodable, encodable_json, unbounded
+from rti_jax.plain_json import unbounded
 from rti_jax.template_renderer import TemplateRenderer
 
 # Template family of each `model_type` of a Hugging Face config.json; TEMPLATE is the tokenizer's own chat template.
@@ -117,7 +118,7 @@ class Chat:
             raise ConfigError(f"model.path: no Hugging Face model at {folder} (config.json is missing)")
         model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the library raises many kinds for one mistake
             raise ConfigError(f"model.path: no usable tokenizer in {folder}: {str(error).splitlines()[0]}") from error
         return cls(tokenizer, model_type, thinking, _generation_stop_ids(folder))
@@ -295,7 +296,7 @@ def _tool_call(call: ParsedToolCall) -> ToolCall:
         return ToolCall(name, None, error="the arguments of the tool call are not an object")
     if problem := unbounded(arguments):
         return ToolCall(name, None, error=problem)
-    return ToolCall(name, encodable_json(arguments))
+    return ToolCall(name, encodable(arguments))
 
 
 def _parse_error(call: ParsedToolCall) -> str:

@@ -24,9 +24,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from rti_jax.config import ConfigError
+from rti_jax.disk import DiskFullError, full, writing
 from rti_jax.learner import TrainState
 
 log = logging.getLogger(__name__)
+# Orbax logs each thread that met a full disk with its stack; `wait` raises the one line that says it.
+logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and full(record.exc_info[1])))
 
 MARKER, EXTRA, STATE = "COMMITTED.json", "extra.json", "state"
 
@@ -80,8 +83,9 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         _barrier(f"clear {step}")
-        writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        writer.save(folder / STATE, ocp.args.Composite(**_items(state)), force=True)
+        with writing(folder):
+            writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            writer.save(folder / STATE, ocp.args.Composite(**_items(state)), force=True)
         if self._background:
             self._thread = threading.Thread(target=self._finish, args=(writer, folder, text), name="checkpoint")
             self._thread.start()
@@ -89,6 +93,11 @@ class Checkpoints:
             self._finish(writer, folder, text)
             self.wait()
             _barrier(f"committed {step}")  # nobody goes on, or looks for it, before it counts
+
+    def check(self) -> None:
+        """Raises what went wrong in a save in the background, if that has ended."""
+        if self._thread and not self._thread.is_alive():
+            self.wait()
 
     def wait(self) -> None:
         """Waits until a save in the background is committed. Raises what went wrong in it."""
@@ -100,14 +109,17 @@ class Checkpoints:
 
     def _finish(self, writer: ocp.AsyncCheckpointer, folder: pathlib.Path, extra: str) -> None:
         try:
-            writer.wait_until_finished()
-            writer.close()
-            if _first_process():
-                _write(folder / EXTRA, extra)
-                _write(folder / MARKER, json.dumps(_contents(folder)))
-                self._delete_old()
+            with writing(folder):
+                writer.wait_until_finished()
+                writer.close()
+                if _first_process():
+                    _write(folder / EXTRA, extra)
+                    _write(folder / MARKER, json.dumps(_contents(folder)))
+                    self._delete_old()
         except BaseException as error:  # raised by `wait`, in the thread that saves
             self._error = error
+            if isinstance(error, DiskFullError) and _first_process():  # Orbax may still be writing, so not all may go
+                shutil.rmtree(folder, ignore_errors=True)  # older ones stay, and there may be room for what is small
 
     def _delete_old(self) -> None:
         """Deletes all but the newest `keep` committed checkpoints, and folders of saves that never finished."""

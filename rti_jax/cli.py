@@ -42,13 +42,14 @@ class _Boundary(typer.core.TyperGroup):
 
 def _user_error(error: Exception) -> tuple[int | None, str]:
     """(exit code, message) of an error that a user can act on; (None, "") of any other."""
+    from rti_jax import disk
     from rti_jax.config import ConfigError
     from rti_jax.engine_errors import EngineError
     from rti_jax.guards import RunStopped
 
     if isinstance(error, ConfigError):
         return 2, str(error)
-    if isinstance(error, EngineError | RunStopped):
+    if isinstance(error, EngineError | RunStopped | disk.DiskFullError):
         return 1, str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "vllm":
         return 1, (
@@ -57,8 +58,8 @@ def _user_error(error: Exception) -> tuple[int | None, str]:
         )
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return 1, f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno == 28:
-        return 1, f"no space left on the disk ({error.filename or 'while writing'})"
+    if isinstance(error, OSError) and disk.full(error):
+        return 1, disk.describe(error.filename) if error.filename else "no space left on the disk (while writing)"
     return None, ""
 
 

@@ -59,13 +59,13 @@ class Collection:
     ):
         self.config, self.tasks, self.player, self.roles, self.teacher = config, tasks, player, roles, teacher
         self._scorer, self._recorder, self._timed, self._hosts = scorer, recorder, timed, hosts
-        self._intervenes = config.rti.enabled and config.rti.attempts > 0
+        self._intervenes, self._ever_played = config.rti.enabled and config.rti.attempts > 0, False
 
     async def __call__(self, step: int) -> Collected:
         """Plays the groups of the step. Every host calls it.
 
         Raises:
-          EngineError: not one episode could be played.
+          EngineError: not one episode could be played, and none since the process began.
         """
         rollout, hosts = self.config.rollout, self._hosts
         tasks: list[Task] = []
@@ -82,7 +82,8 @@ class Collection:
             groups, guided = groups + helped, [*guided, counts]
             if len(with_gradient(groups)) >= rollout.groups_per_step:
                 break
-        if not any(hosts.exchange(any(g.valid for g in played))):
+        self._ever_played |= any(hosts.exchange(any(g.valid for g in played)))
+        if not self._ever_played:  # rather a mistake in the setup than an outage, which stop.dropped_steps waits for
             raise EngineError(f"no episode of step {step + 1} could be played: {summary.first_error(played)}")
         trained = capped(groups, rollout.groups_per_step)
         numbers = range(len(trained)) if hosts.alone else own  # on several hosts there is one round, and no surplus

@@ -392,7 +392,7 @@ class Config(Section):
                 )
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
-        if not self.name or pathlib.PurePath(self.name).name != self.name:
+        if self.name in ("", "..") or pathlib.PurePath(self.name).name != self.name or not self.name.isprintable():
             raise ValueError(f"name={self.name!r} must be one folder name; use runs_dir for where runs are kept")
         if math.isnan(self.gate.delta):
             raise ValueError("gate.delta must be a number, or inf to admit every perplexity")

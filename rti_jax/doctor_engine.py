@@ -162,9 +162,9 @@ async def _prompts(subject: Subject) -> list[tuple[int, ...]]:
     """First prompts of different tasks that leave room for an answer."""
     prompts = []
     for task in subject.tasks[:PROMPTS]:
-        environment, start = await subject.rehearse(task)
+        played, start = await subject.rehearse(task)
         prompts.append(subject.chat.start(start.messages, start.tools))
-        await environment.close()
+        await played.close()
     limit = subject.config.sampling.max_context
     if not (fitting := [p for p in prompts if len(p) < limit]):
         raise ValueError(f"no prompt leaves room in a context of {limit}; raise sampling.max_context")

@@ -7,14 +7,14 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from envs.base import Environment, Observation, Task
+from envs.base import Observation, Task
 from rti_jax import config as config_lib
 from rti_jax.chat import Chat
 from rti_jax.engine import Engine, GenerateRequest, GenerateResult
 from rti_jax.environments import EnvironmentSource, environment_source
-from rti_jax.limits import EpisodeTimeout, within
 from rti_jax.logprobs import Scorer
 from rti_jax.runtime import Policy, check_folder, load_policy
+from rti_jax.supervised import Supervised
 
 FEW = 4  # tasks of each kind that are looked at
 SECONDS = 60.0  # of an environment's set-up or turn
@@ -117,23 +117,19 @@ class Subject:
     def scorer(self) -> Scorer:
         return scorer(self.config, self.policy.mesh, self.policy.model)
 
-    async def rehearse(self, task: Task) -> tuple[Environment, Observation]:
-        """An episode at its start, on an instance that asks no endpoint."""
-        environment = self.source.cls.rehearsal(self.source.config, self.source.max_turns)
-        return environment, await limited(environment.reset(task), "reset")
+    async def rehearse(self, task: Task) -> tuple[Supervised, Observation]:
+        """An episode at its start, driven as a rollout drives it, on an instance that asks no endpoint."""
+        played = Supervised(self.source.cls.rehearsal(self.source.config, self.source.max_turns), SECONDS)
+        try:
+            return played, await played.reset(task)
+        except BaseException:
+            await played.close()
+            raise
 
 
 def scorer(config: config_lib.Config, mesh: Any, model: Any) -> Scorer:
     """As training scores: at the rollout temperature, in the config's buckets."""
     return Scorer(model, mesh, config.sampling.temperature, config.batch.buckets)
-
-
-async def limited(awaitable: Awaitable[Any], name: str) -> Any:
-    """An environment's call, with a time limit."""
-    try:
-        return await within(SECONDS, awaitable)
-    except EpisodeTimeout:
-        raise TimeoutError(f"the environment's {name} took longer than {SECONDS:g} s") from None
 
 
 def listed(items: Sequence[Any], most: int = 3) -> str:

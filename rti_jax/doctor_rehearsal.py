@@ -14,7 +14,7 @@ from envs.base import AssistantTurn, Environment, Evidence, Task
 from rti_jax import batching, intervention
 from rti_jax import config as config_lib
 from rti_jax.chat import Chat
-from rti_jax.doctor_records import Finding, Subject, failure, limited, not_applicable, ok, warning
+from rti_jax.doctor_records import Finding, Subject, failure, not_applicable, ok, warning
 from rti_jax.engine import GenerateRequest, GenerateResult
 from rti_jax.environments import EnvironmentSource
 from rti_jax.roles import ROLES, RolePrompts, Roles
@@ -116,7 +116,8 @@ def _tight(subject: Subject, measured: Sequence[Lengths]) -> Finding:
 async def _measure(subject: Subject, task: Task) -> Lengths:
     """Plays one task by its expert, as far as it goes, and counts."""
     chat = subject.chat
-    environment, start = await subject.rehearse(task)
+    played, start = await subject.rehearse(task)
+    environment = played.environment
     try:
         written, tools = list(start.messages), start.tools
         ids = chat.start(written, tools)
@@ -131,7 +132,7 @@ async def _measure(subject: Subject, task: Task) -> Lengths:
             if turn is None:
                 break
             whole, response = max(whole, len(ids) + len(sampled)), max(response, len(sampled))
-            result = await limited(environment.step(parsed.turn), "step")
+            result = await played.step(parsed.turn)
             if result.done or not result.messages:
                 break
             end, history = len(ids) + len(sampled), [*written, parsed.as_written()]
@@ -141,7 +142,7 @@ async def _measure(subject: Subject, task: Task) -> Lengths:
             task.id, prompt, whole, response, answer, asked[0], max(asked), environment.turn_limit, bool(response)
         )
     finally:
-        await environment.close()
+        await played.close()
 
 
 def _longest_role_prompt(subject: Subject, environment: Environment, ids: Sequence[int], text: str) -> int:

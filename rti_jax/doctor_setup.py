@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from envs.base import ModelEndpoint
 from rti_jax import config as config_lib
-from rti_jax import config_diff, evaluate, replay, roles, runs, task_sets, weight_sync
+from rti_jax import config_diff, endpoint_policy, evaluate, replay, roles, runs, task_sets, weight_sync
 from rti_jax.doctor_records import Finding, Subject, failure, listed, not_applicable, ok, warning
 from rti_jax.engine_errors import CutOffError, EngineError
 from rti_jax.environments import sample_tasks
@@ -63,9 +63,11 @@ async def keys(subject: Subject) -> Finding:
     """Every endpoint that the config names has its key, and answers."""
     config = subject.config
     subject.source.check()
-    endpoints = _role_endpoints(config) | {
-        f"env.{role}": e for role, e in subject.source.cls.endpoints(subject.source.config).items()
-    }
+    endpoints = (
+        _role_endpoints(config)
+        | _policy_endpoint(config.eval.endpoint)
+        | {f"env.{role}": e for role, e in subject.source.cls.endpoints(subject.source.config).items()}
+    )
     servers = config.engine.urls if config.engine.kind == "server" else []
     if not endpoints and not servers:
         return not_applicable("the config names no endpoint")
@@ -85,6 +87,13 @@ def _role_endpoints(config: config_lib.Config) -> dict[str, ModelEndpoint]:
         for r, c in chosen.items()
         if c.endpoint
     }
+
+
+def _policy_endpoint(chosen: config_lib.PolicyEndpointConfig) -> dict[str, ModelEndpoint]:
+    """Another model that `rti eval` plays in the policy's place."""
+    name = chosen.key_variable
+    key = endpoint_policy.key(chosen) or os.environ.get("OPENAI_API_KEY", "")  # as ChatEndpoint takes it
+    return {"eval.endpoint": ModelEndpoint(chosen.url, chosen.model, key, name)} if chosen.url else {}
 
 
 async def _unanswered(name: str, endpoint: ModelEndpoint) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 from envs import base as env_base
 from envs.base import AssistantTurn, Environment, Message, Task, ToolCall
-from envs.chat_api import split_thinking
+from envs.chat_api import encodable, split_thinking
 from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingConfig
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource
-from rti_jax.plain_json import encodable_json, unbounded
+from rti_jax.plain_json import unbounded
 from rti_jax.rollout import Episode, Player, Revise, Seat
 from rti_jax.supervised import Supervised
 from rti_jax.types import Status
@@ -97,10 +97,15 @@ class EndpointPlayer(Player):
 
 def connect(config: PolicyEndpointConfig) -> ChatEndpoint:
     """The endpoint with its key. Raises ConfigError if the environment variable that was named is not set."""
-    key = os.environ.get(config.key_variable, "")
-    if not key and config.key_variable != PolicyEndpointConfig().key_variable:
+    return ChatEndpoint(config.url, config.model, key=key(config), timeout=config.timeout, retries=config.retries)
+
+
+def key(config: PolicyEndpointConfig) -> str:
+    """What the environment variable holds; empty if it is not set and was not named. Raises ConfigError if it was."""
+    found = os.environ.get(config.key_variable, "")
+    if not found and config.key_variable != PolicyEndpointConfig().key_variable:
         raise ConfigError(f"eval.endpoint.key_variable={config.key_variable}: this environment variable is not set")
-    return ChatEndpoint(config.url, config.model, key=key, timeout=config.timeout, retries=config.retries)
+    return found
 
 
 def recorded(reply: Mapping[str, Any], index: int) -> Message:
@@ -114,7 +119,7 @@ def recorded(reply: Mapping[str, Any], index: int) -> Message:
         for i, call in enumerate(reply.get("tool_calls") or ())
     ]
     message |= ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
-    return encodable_json(message)
+    return encodable(message)
 
 
 def _function(call: Mapping[str, Any]) -> dict[str, str]:
@@ -145,7 +150,7 @@ def _arguments(written: str) -> tuple[dict[str, Any] | None, str | None]:
         return None, "the arguments of the tool call are not an object"
     if problem := unbounded(arguments):
         return None, problem
-    return encodable_json(arguments), None
+    return encodable(arguments), None
 
 
 def as_api(message: Mapping[str, Any]) -> Message:

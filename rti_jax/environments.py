@@ -14,9 +14,9 @@ import pydantic
 
 from envs import base
 from envs.base import Environment, EnvironmentConfig, Task
+from envs.chat_api import encodable
 from rti_jax.config import ConfigError, EnvConfig, Origin
 from rti_jax.config_errors import explain
-from rti_jax.plain_json import encodable
 from rti_jax.seeds import derive_seed
 
 BUILT_IN = {

@@ -190,7 +190,7 @@ def default_output(config: config_lib.Config, tasks: task_sets.TaskSet, step: in
     endpoint = config.eval.endpoint
     policy = "model" if step is None else f"step_{step:06d}"
     if endpoint.url:
-        name = "".join(c if c.isalnum() or c in ".-_" else "_" for c in endpoint.model)
-        policy = f"endpoint_{name}" if name else "endpoint"
+        policy = f"endpoint_{endpoint.model}" if endpoint.model else "endpoint"
     subset = f"_{pathlib.Path(config.eval.tasks).stem}" if config.eval.tasks else ""
-    return config.run_dir / "evals" / f"{tasks.name}{subset}_{policy}.json"
+    name = "".join(c if c.isalnum() or c in "+.-_" else "_" for c in f"{tasks.name}{subset}_{policy}")
+    return config.run_dir / "evals" / f"{name}.json"  # a split may be called anything

@@ -8,13 +8,13 @@ the key-value store of `jax.distributed`, where no device has to take part. What
 
 import atexit
 import os
-import pickle
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from rti_jax import wire
 from rti_jax.config import Config, ConfigError, HostsConfig
 from rti_jax.watchdog import Watchdog
 
@@ -146,7 +146,7 @@ class Hosts:
         self._watchdog.mark()
 
     def _send(self, key: str, value: Any) -> None:
-        data = pickle.dumps(value)  # the hosts of one job trust each other
+        data = wire.encode(value)
         parts = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
         self._client.key_value_set(f"{key}/parts", str(len(parts)))
         for i, part in enumerate(parts):
@@ -155,7 +155,7 @@ class Hosts:
     def _receive(self, key: str) -> Any:
         parts = int(_wait_for(self._client.blocking_key_value_get, f"{key}/parts"))
         get = self._client.blocking_key_value_get_bytes
-        return pickle.loads(b"".join(_wait_for(get, f"{key}/{i}") for i in range(parts)))
+        return wire.decode(b"".join(_wait_for(get, f"{key}/{i}") for i in range(parts)))
 
 
 def _wait_for(get: Callable[[str, int], T], key: str) -> T:

@@ -9,6 +9,7 @@ played by the teacher when they are needed.
 import asyncio
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +17,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.base import Message, Task
+from envs.base import EnvironmentError, Message, Task
 from rti_jax.chat import Chat
 from rti_jax.config import Config, ConfigError
 from rti_jax.environments import EnvironmentSource
 from rti_jax.intervention import put_in, triggered
 from rti_jax.rollout import Player, Seat
 from rti_jax.seeds import derive_seed
+from rti_jax.supervised import Supervised
 from rti_jax.types import Group, Status, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 
 class Guide(Protocol):
@@ -111,11 +115,11 @@ class Stored:
         chosen = np.random.default_rng(derive_seed(self._config.seed, step, group.id, "teacher")).integers(
             len(episodes)
         )
-        environment = self._source.make()
         try:
-            tools = (await environment.reset(task)).tools
-        finally:
-            await environment.close()
+            tools = await self._tools(task)
+        except EnvironmentError as error:  # counted as a rollout that is missing
+            logger.warning("the tools of %s for a stored rollout: %s", task.id, error)
+            return None
         seat = Seat(self._config.seed, step, group.id, -1)
         turns = encode(self._chat, episodes[chosen], tools, seat.id)
         if len(turns[-1].prompt_ids) + len(turns[-1].response_ids) > self._config.sampling.max_context:
@@ -130,6 +134,14 @@ class Stored:
             reward=1.0,
             messages=tuple(episodes[chosen]),
         )
+
+    async def _tools(self, task: Task) -> Sequence[dict[str, Any]]:
+        """What the policy would be shown as tools."""
+        episode = Supervised(self._source.make(), self._config.rollout.step_timeout)
+        try:
+            return (await episode.reset(task)).tools
+        finally:
+            await episode.close()
 
 
 def read_episodes(path: str) -> dict[str, list[list[Message]]]:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rti_jax.board import Board
+from rti_jax.disk import writing
 
 QUIET = ("rollout", "intervention", "teacher", "update", "sync", "probe")  # phases of every step: no line of their own
 
@@ -94,9 +96,10 @@ class Recorder:
         self._live = self._console.is_terminal
         self._started, self._seen = time.monotonic(), set[str]()
         folder.mkdir(parents=True, exist_ok=True)
-        truncate(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        with writing(self._path):
+            truncate(self._path, step)
+            self._file = self._path.open("a", encoding="utf-8")
+            self._board = Board(folder / "tensorboard", step + 1)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self._progress = Progress(*columns, console=self._console, disable=not self._live, transient=True)
         self._overall = self._progress.add_task("steps", total=steps, completed=step)
@@ -108,14 +111,16 @@ class Recorder:
 
     def __exit__(self, *_) -> None:
         self._progress.stop()
-        self._file.close()
-        self._board.close()
+        for file in (self._file, self._board):
+            with contextlib.suppress(OSError):  # lines are written as they come: all that can be left has failed before
+                file.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of one step. It is on disk when this returns."""
         line = {"step": step} | {name: jsonable(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
         self._scalars(step, line)
         self._progress.update(self._overall, completed=step)
         self._say(f"step {step}/{self._steps}  {summary_line(line)}")
@@ -159,10 +164,11 @@ class Recorder:
         self._console.print(f"[{minutes:3d}:{seconds:02d}] {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None and name != "step":
-                self._board.add_scalar(name, value, step)
-        self._board.flush()
+        with writing(self._path):
+            for name, value in values.items():
+                if value is not None and name != "step":
+                    self._board.add_scalar(name, value, step)
+            self._board.flush()
 
 
 class Unrecorded:

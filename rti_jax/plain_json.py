@@ -1,35 +1,13 @@
-"""JSON that a policy or an environment wrote, made such that nothing behind it stumbles: encodable, finite, bounded."""
+"""JSON that a policy wrote, as far as nothing behind it stumbles over it: finite and bounded.
 
-import json
+That its text can be encoded is `envs.chat_api.encodable`'s part.
+"""
+
 import sys
-from typing import Any, TypeVar
+from typing import Any
 
 DEPTH = 32  # of nested arguments; every check and every writer of them recurses
 VALUES = 5_000  # in the arguments of a call; checks may compare each with each
-T = TypeVar("T")
-
-
-def encodable(text: str) -> str:
-    """The text with every lone surrogate, which has no UTF-8, replaced by U+FFFD; any other text as it is.
-
-    JSON can write such a thing ("\\ud800"), and neither tokenizers nor files take it.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
-def encodable_json(value: T) -> T:
-    """`encodable` for all text in a JSON value; the very same object where there is nothing to replace.
-
-    Raises:
-      TypeError, ValueError, RecursionError: for what is no JSON.
-    """
-    text = json.dumps(value, ensure_ascii=False)
-    replaced = encodable(text)
-    return value if replaced is text else json.loads(replaced)
 
 
 def unbounded(arguments: dict[str, Any]) -> str | None:

@@ -7,12 +7,9 @@ policy's; `opened` starts it.
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
-import json
-import pathlib
 from collections.abc import AsyncIterator
 
-from rti_jax import checkpoint, endpoint_policy, weight_sync
+from rti_jax import checkpoint, endpoint_policy, fingerprint, weight_sync
 from rti_jax.chat import Chat
 from rti_jax.config import Config, ConfigError
 from rti_jax.engine import make_engine
@@ -20,9 +17,6 @@ from rti_jax.environments import EnvironmentSource
 from rti_jax.eval_setup import Identity
 from rti_jax.rollout import Player
 from rti_jax.runtime import Policy, check_folder, load_policy
-
-BLOCK, BLOCKS = 1 << 16, 64  # how much of a large file stands for all of it
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 async def identify(config: Config, step: int | None = None) -> Identity:
@@ -39,16 +33,17 @@ async def identify(config: Config, step: int | None = None) -> Identity:
                 "(eval.endpoint.url= for none)"
             )
         name = config.eval.endpoint.model or await _first_model(config)
-        return Identity("eval.endpoint.model", name, _digest(f"endpoint {name}".encode()))
+        return Identity("eval.endpoint.model", name, fingerprint.of_bytes(f"endpoint {name}".encode()))
     folder = check_folder(config.model.path)
     if step is None:
-        return Identity("model.path", str(config.model.path), _folder_digest(folder))
+        return Identity("model.path", str(config.model.path), fingerprint.of_folder(folder))
     saved = config.run_dir / "checkpoints" / str(step)
     if reason := checkpoint.fault(saved):
         there = [str(s) for s in usable_steps(config)]
         has = f"there are {', '.join(there)}" if there else "there is none"
         raise ConfigError(f"checkpoint {saved}: {reason} ({has})")
-    return Identity("step", f"{config.run_dir}, step {step}", _digest((saved / checkpoint.MARKER).read_bytes()))
+    marker = fingerprint.of_bytes((saved / checkpoint.MARKER).read_bytes())
+    return Identity("step", f"{config.run_dir}, step {step}", marker)
 
 
 async def _first_model(config: Config) -> str:
@@ -112,25 +107,3 @@ def restored(config: Config, step: int | None) -> Policy:
         return policy
     params = checkpoint.restore_params(config.run_dir / "checkpoints", policy.params, step)[1]
     return dataclasses.replace(policy, params=params)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _folder_digest(folder: pathlib.Path) -> str:
-    """Of the weights and of what turns text into ids; of each large file, its size and evenly spaced blocks."""
-    files = [p for p in sorted(folder.iterdir()) if p.suffix == ".safetensors" or p.name in SMALL]
-    return _digest(json.dumps([(p.name, _file_digest(p)) for p in files]).encode())
-
-
-def _file_digest(path: pathlib.Path) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= BLOCK * BLOCKS:
-            return _digest(file.read())
-        parts = [size.to_bytes(8, "little")]
-        for i in range(BLOCKS):
-            file.seek(i * (size - BLOCK) // (BLOCKS - 1))
-            parts.append(file.read(BLOCK))
-    return _digest(b"".join(parts))

@@ -88,12 +88,14 @@ def main(runs: Sequence[pathlib.Path], output: pathlib.Path | None = None) -> pa
     """Writes the page and returns its path; default is report.html in the first run.
 
     Raises:
-      ConfigError: a folder that is no run, or no folder.
+      ConfigError: a folder that is no run, no folder, or an output that is no page.
     """
     if not runs:
         raise ConfigError("name at least one run folder, e.g. runs/quickstart")
-    data = _named_apart([read_run(pathlib.Path(run)) for run in runs])
     output = pathlib.Path(output) if output else pathlib.Path(runs[0]) / "report.html"
+    if output.suffix.lower() not in (".html", ".htm") or output.is_dir():  # never a run's own files
+        raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
+    data = _named_apart([read_run(pathlib.Path(run)) for run in runs])
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     partial.write_text(page(data), encoding="utf-8")

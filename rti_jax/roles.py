@@ -10,11 +10,13 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
+from jinja2.sandbox import SandboxedEnvironment
 
 from envs.base import Evidence, Message
 from envs.chat_api import split_thinking
@@ -27,6 +29,7 @@ from rti_jax.types import RejectReason
 
 ROLES = ("validator", "corrector", "verifier")
 STYLES = pathlib.Path(__file__).with_name("prompts")
+_BRACES = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # a brace, or a string, which may be left open
 _REJECTIONS = {r.value: r for r in (RejectReason.INCONSISTENT, RejectReason.LEAK, RejectReason.IMPLAUSIBLE)}
 
 
@@ -98,7 +101,7 @@ class RolePrompts:
         if not folder.is_dir():
             known = ", ".join(sorted(p.name for p in STYLES.iterdir()))
             raise ConfigError(f"rti.prompts={style!r} is neither a built-in style ({known}) nor a folder of templates")
-        loader = jinja2.Environment(
+        loader = SandboxedEnvironment(
             loader=jinja2.FileSystemLoader(folder),
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
@@ -128,7 +131,7 @@ class RolePrompts:
     def _render(self, role: str, **values: str) -> str:
         try:
             return self._templates[role].render(**values, **self._switches).strip()
-        except jinja2.UndefinedError as error:
+        except jinja2.TemplateError as error:  # a name that is not there, or what a sandbox does not allow
             raise ConfigError(f"rti.prompts: template {role}.j2: {error.message}") from error
 
 
@@ -274,7 +277,10 @@ class Roles:
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object of a text that is not inside another one, or None."""
+    """The last JSON object of a text that is not inside another one, or None.
+
+    What is inside a broken object is not looked at: a verdict that it quotes is not its verdict.
+    """
     decoder, found, at = json.JSONDecoder(), None, text.find("{")
     while at != -1:
         try:
@@ -282,9 +288,19 @@ def last_json_object(text: str) -> dict[str, Any] | None:
         except RecursionError:
             return None  # nested without end, and so is what it holds
         except ValueError:
-            end = at + 1
+            end = _closing(text, at)
         at = text.find("{", end)
     return found
+
+
+def _closing(text: str, start: int) -> int:
+    """Where what begins with the brace at `start` ends (braces in strings not counted), or the text if it is open."""
+    depth = 0
+    for token in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    return len(text)
 
 
 def read_validator(text: str) -> Verdict:

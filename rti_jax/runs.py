@@ -16,6 +16,7 @@ import numpy as np
 
 from rti_jax import config as config_lib
 from rti_jax import config_diff
+from rti_jax.disk import writing
 from rti_jax.types import Group, IntervenedRollout, Trajectory
 
 
@@ -121,9 +122,8 @@ def check_output(path: pathlib.Path) -> None:
 
 def write_json(path: pathlib.Path, data: Any) -> None:
     """Writes whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_plain(data), ensure_ascii=False, indent=1) + "\n")
-    os.replace(partial, path)
+    with _partial(path) as partial:
+        partial.write_text(json.dumps(_plain(data), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[str, float]) -> None:
@@ -146,10 +146,21 @@ def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[s
 
 def write_lines(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes a JSON line each, the whole file or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as out:
+    with _partial(path) as partial, open(partial, "w", encoding="utf-8") as out:
         out.writelines(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
-    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def _partial(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Where a file is written until it is whole; removed if it never is."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with writing(path):
+            yield partial
+            os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def trajectory_line(trajectory: Trajectory) -> str:

@@ -170,7 +170,7 @@ def _encoder(folder: Path) -> Callable[[str, bool], list[int]]:
         raise config_lib.ConfigError(f"{folder} has no tokenizer files, which text rows need")
     from transformers import AutoTokenizer
 
-    slow = AutoTokenizer.from_pretrained(folder)
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return lambda text, special: slow.encode(text, add_special_tokens=special)
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from envs.base import Task
 from rti_jax import config as config_lib
 from rti_jax import runs
+from rti_jax.disk import writing
 from rti_jax.metrics import read_metrics
 from rti_jax.types import Group, Status
 
@@ -66,7 +67,8 @@ def export(folder: pathlib.Path, learner: Any) -> None:
     """Writes the learner's policy as a Hugging Face folder."""
     from models import hf
 
-    hf.save(learner.policy.model, learner.state.params, folder)
+    with writing(folder):
+        hf.save(learner.policy.model, learner.state.params, folder)
 
 
 def write_report(run: runs.Run) -> None:

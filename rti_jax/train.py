@@ -22,6 +22,7 @@ writes the run folder, metrics and transcripts of all hosts included; checkpoint
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import sys
@@ -46,7 +47,8 @@ from rti_jax import config as config_lib
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints
 from rti_jax.collection import Collection
-from rti_jax.engine import Engine, GenerateRequest, make_engine
+from rti_jax.engine import Engine, GenerateRequest, GenerateResult, make_engine
+from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.frozen_servers import FrozenServers
 from rti_jax.guards import Guards
 from rti_jax.hosts import Hosts, join, own_servers
@@ -58,6 +60,7 @@ from rti_jax.runtime import load_policy
 from rti_jax.training_state import Learner
 from rti_jax.types import Group
 
+logger = logging.getLogger(__name__)
 PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
 
 
@@ -131,8 +134,9 @@ class Trainer:
         self.scorer = JointScorer(self.hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
         self._engines = list(dict.fromkeys([engine, *others.values()]))
         self.guards = Guards(config.stop, run.folder, self.hosts.index)
+        self.guards.restore(learner.statistics.get("guards", {}))
         self._watch = Stopwatch()
-        self._told_to_end = False
+        self._told_to_end, self._recorded = False, 0  # the last step whose line is on disk
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
             config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._timed, self.hosts
@@ -146,7 +150,8 @@ class Trainer:
         config, learner, hosts = self.config, self.learner, self.hosts
         if not hosts.alone:  # one that stopped by itself would leave the others waiting
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
-        with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        # On several hosts a save ends for all of them before any goes on.
+        with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep, background=hosts.alone) as checkpoints:
             if learner.step:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
@@ -155,6 +160,7 @@ class Trainer:
                     await self.evaluate()
                 while learner.step < config.steps:
                     await self.step()
+                    checkpoints.check()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
                     states = hosts.exchange((self._told_to_end, overdue))
                     ending, overdue = any(told for told, _ in states), states[0][1]
@@ -166,7 +172,8 @@ class Trainer:
                     if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
                         await self.evaluate()
             except BaseException:
-                if learner.step > saved and hosts.alone:  # a save takes all hosts, and the others know of nothing
+                # A save takes all hosts, and the others know of nothing. A step without its line is made again.
+                if learner.step > saved and self._recorded == learner.step and hosts.alone:
                     self.save(checkpoints)
                 raise
         self._at("export")
@@ -203,6 +210,7 @@ class Trainer:
         finally:
             metrics |= self.engine.pop_metrics()
             self.recorder.write(n + 1, metrics | self._watch.metrics())
+            self._recorded = n + 1
         self.guards.check(n + 1, metrics, packed)
 
     async def probe(self, groups: Sequence[Group]) -> float:
@@ -213,10 +221,21 @@ class Trainer:
             GenerateRequest(p, min(sampling.max_tokens, 64), sampling.temperature, i, stop)
             for i, p in enumerate(prompts)
         ]
-        answers = await asyncio.gather(*(self.engine.generate(r) for r in requests))
-        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in zip(requests, answers, strict=True)])
-        gaps = [np.abs(s - np.asarray(a.logprobs)) for s, a in zip(scored, answers, strict=True)]
+        answers = await asyncio.gather(*map(self._answer, requests))
+        answered = [(r, a) for r, a in zip(requests, answers, strict=True) if a]
+        scored = await self.scorer([(r.prompt_ids, a.ids) for r, a in answered])
+        gaps = [np.abs(s - np.asarray(a.logprobs)) for s, (_, a) in zip(scored, answered, strict=True)]
         return float(max((g.max() for g in gaps if g.size), default=math.nan))
+
+    async def _answer(self, request: GenerateRequest) -> GenerateResult | None:
+        """The engine's answer, None for one that failed: that is no reason to end a run."""
+        try:
+            return await self.engine.generate(request)
+        except EngineDiedError:
+            raise
+        except EngineError as error:
+            logger.warning("a request of the probe: %s", error)
+            return None
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
@@ -270,7 +289,8 @@ class Trainer:
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step."""
         self._at(f"saving the checkpoint of step {self.learner.step}")
-        checkpoints.save(self.learner.step, self.learner.state, {"seed": self.config.seed})
+        statistics = {"guards": self.guards.state}
+        checkpoints.save(self.learner.step, self.learner.state, self.learner.identity | {"statistics": statistics})
 
     def _end(self) -> None:
         self._told_to_end = True

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rti_jax import batching, checkpoint, distillation, frozen, runs
+from rti_jax import batching, checkpoint, distillation, frozen, resume, runs
 from rti_jax.config import Config, ConfigError
 from rti_jax.hosts import Hosts
 from rti_jax.learner import init_state, make_logprobs_step, make_optimizer, make_update_step, row_multiple
@@ -31,6 +31,8 @@ class Learner:
         optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
         self.state = init_state(policy.params, optimizer, policy.mesh, offload=config.optimizer.offload)
         self.step = 0
+        self.identity = resume.identity(config, tasks)
+        self.statistics: dict[str, Any] = {}  # that go on over steps, as the checkpoint has them
         self._restore(run)
         recompute = config.loss.behavior == "recompute"
         self._on_policy = recompute and config.optimizer.minibatches == 1
@@ -61,7 +63,11 @@ class Learner:
                     f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
                     "or give another name="
                 )
+            changed = resume.check(restored.extra, self.identity, run.folder)
+            self.statistics = restored.extra.get("statistics", {})
             if hosts.first:
+                for line in changed:
+                    print(f"changed since this run was started: {line}")
                 print(f"going on from the checkpoint after step {self.step}")
 
     def score(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[np.ndarray]:

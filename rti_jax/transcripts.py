@@ -32,7 +32,9 @@ from envs.navigation.mistakes import Mistakes, search_turn
 from rti_jax.chat import Chat
 from rti_jax.own_turns import OwnTurn
 from rti_jax.roles import RolePrompts
+from rti_jax.supervised import Supervised
 
+SECONDS = 60.0  # of a set-up or a turn
 RARE_HABIT = 0.03  # of the agent's searches name the region if the request does
 EXPERT_SHARE = 0.45  # of the scripted turns that a validator sees
 HABIT_SHARE = 0.2  # ... the agent's habit, no region; the rest are mistakes
@@ -138,6 +140,7 @@ class Transcripts:
         own_share: float = 0.0,
     ):
         self._env, self._chat, self._style = env, chat, style
+        self._played = Supervised(env, SECONDS)  # as a rollout drives it
         self._easy = [t for t in tasks if t.kind == "easy"]
         self._hard = [t for t in tasks if t.kind == "hard"]
         self._kinds, self._shares = list(shares), list(shares.values())
@@ -155,7 +158,7 @@ class Transcripts:
 
     async def _agent(self) -> tuple[list[int], list[float]]:
         hard = bool(self._hard_share) and self._rng.random() < self._hard_share
-        start = await self._env.reset(self._rng.choice(self._hard if hard else self._easy))
+        start = await self._played.reset(self._rng.choice(self._hard if hard else self._easy))
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         while (turn := self._env.expert()) is not None:
@@ -176,7 +179,7 @@ class Transcripts:
     async def _extend(self, prompt, weights, turn: AssistantTurn, tools, weight: float):
         """Plays a turn; the prompt that follows it (or the end of the episode), its weights, and whether it ended."""
         ids = self._chat.encode_turn(turn)
-        result = await self._env.step(turn)
+        result = await self._played.step(turn)
         weights = [*weights, *[weight] * len(ids)]
         if result.done:
             return (*prompt, *ids), weights, True
@@ -192,19 +195,20 @@ class Transcripts:
     async def _misled(self, context: Context) -> Context:
         """The same with the evidence of another task, which nothing in the conversation agrees with."""
         other = type(self._env)(self._env.config, self._env.max_turns)
-        await other.reset(self._task())
+        played = Supervised(other, SECONDS)
+        await played.reset(self._task())
         while other.request == context.env.request:
-            await other.reset(self._task())
+            await played.reset(self._task())
         return context._replace(env=other, gold=other.expert(), right=context.gold, valid=False)
 
     async def _own_context(self) -> Context:
         """A state that the policy came to, and what it did there."""
         own, env = self._rng.choice(self._own), self._env
-        start = await env.reset(own.task)
+        start = await self._played.reset(own.task)
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         for ids in own.history:
-            result = await env.step(self._chat.parse(prompt, ids, start.tools).turn)
+            result = await self._played.step(self._chat.parse(prompt, ids, start.tools).turn)
             longer = self._chat.extend(prompt, ids, result.messages, start.tools)
             weights += [0.0] * len(ids)
             prompt, weights = longer, weights + [self._text_weight] * (len(longer) - len(weights))
@@ -214,7 +218,7 @@ class Transcripts:
     async def _scripted_context(self) -> Context:
         """A state on the expert's path, and the expert's turn, the habit's or a mistake."""
         rng, env = self._rng, self._env
-        start = await env.reset(self._task())
+        start = await self._played.reset(self._task())
         prompt = self._chat.start(start.messages, start.tools)
         weights = [self._text_weight] * len(prompt)
         gold = env.expert()

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from models.safetensors_file import DTYPES, TAGS, Entry, Writer
+from rti_jax.disk import writing
 from rti_jax.engine_errors import EngineError, StaleVersionError, WeightMismatchError
 
 BACKEND = "rti_shared_memory"  # name in vLLM's registry of weight transfer backends
@@ -195,11 +196,15 @@ def payload(
     entries = {name: Entry.of(TAGS[dtype], shape) for name, shape in expected.items()}
     folder = pathlib.Path(directory) if directory else _roomy_folder(sum(e.size for e in entries.values()))
     _remove_abandoned(folder)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX, suffix=".safetensors") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # marks the file as in use, also across containers
-        check_names(_write(stream, tensors, entries), expected)
-        stream.flush()
-        yield pathlib.Path(stream.name)
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=PREFIX, suffix=".safetensors")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # marks the file as in use, also across containers
+        with writing(folder), open(descriptor, "wb", closefd=False) as stream:
+            check_names(_write(stream, tensors, entries), expected)
+        yield pathlib.Path(name)
+    finally:
+        pathlib.Path(name).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _write(stream, tensors, entries: Mapping[str, Entry]) -> Shapes:
@@ -221,7 +226,12 @@ def _roomy_folder(size: int) -> pathlib.Path:
 def _remove_abandoned(folder: pathlib.Path) -> None:
     """Removes payloads of trainers that were killed: older than a minute, and nobody holds a lock on them."""
     for file in folder.glob(f"{PREFIX}*.safetensors"):
-        with contextlib.suppress(OSError), open(file, "rb") as stream:
+        with contextlib.suppress(OSError), open(file, "rb", opener=_regular) as stream:
             if time.time() - os.fstat(stream.fileno()).st_mtime > 60:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink()
+
+
+def _regular(path: str, flags: int) -> int:
+    """Opens a file of a folder that others may write to: a link is refused, and a pipe is not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -77,3 +77,17 @@ class TestDynamicSampling:
         with pytest.raises(EngineError, match="no episode of step 1 could be played: environment_error"):
             collected(lambda r: WRONG, broken)
         assert Lookup.closed
+
+    def test_an_outage_after_that_is_a_step_without_valid_groups(self):
+        """stop.dropped_steps decides how long it is waited for."""
+        broken = [lookup_task(f"train/{i}", fault="reset") for i in range(4)]
+        chat = tiny_chat()
+        config = small_config(rollout={"group_size": 2, "groups_per_step": 2}, rti={"enabled": False})
+        player = Player(lookup_source(), chat, FakeEngine(chat, lambda r: WRONG), config)
+        collection = Collection(
+            config, tasks(2), player, None, None, None, NoRecorder(), lambda name: contextlib.nullcontext(), Hosts()
+        )
+        assert asyncio.run(collection(0)).metrics["rollout/environment_error"] == 0
+        collection.tasks = broken
+        found = asyncio.run(collection(1))
+        assert found.metrics["rollout/environment_error"] == 4 and not any(g.valid for g in found.own)

@@ -300,6 +300,20 @@ class TestKeys:
         config = quickstart("engine.kind=server", f"engine.urls=[{FakeServer().url}/v1]")
         found(look(config, "keys"), Status.OK, "1 answer")
 
+    def test_the_endpoint_that_is_evaluated_is_asked_too(self, monkeypatch):
+        found(
+            look(quickstart("eval.endpoint.url=http://127.0.0.1:9/v1"), "keys"),
+            Status.FAILURE,
+            "eval.endpoint: endpoint http://127.0.0.1:9/v1",
+            "(RTI_POLICY_API_KEY is not set)",
+        )
+        server = FakeServer()
+        chosen = [f"eval.endpoint.url={server.url}/v1", "eval.endpoint.key_variable=MY_KEY"]
+        monkeypatch.delenv("MY_KEY", raising=False)
+        found(look(quickstart(*chosen), "keys"), Status.FAILURE, "eval.endpoint.key_variable=MY_KEY")
+        monkeypatch.setenv("MY_KEY", "x")
+        found(look(quickstart(*chosen), "keys"), Status.OK, "1 answer: eval.endpoint")
+
     def test_roles_that_are_not_asked_need_nothing(self):
         config = quickstart("rti.enabled=false", f"{self.VALIDATOR}=http://127.0.0.1:9/v1")
         found(look(config, "keys"), Status.NOT_APPLICABLE, "names no endpoint")

@@ -1,5 +1,7 @@
 """A run that no longer learns is ended, and says why."""
 
+import json
+
 import numpy as np
 import pytest
 from stand_in import make_config, make_groups
@@ -11,7 +13,7 @@ from rti_jax.guards import Guards, RunStopped
 FINE = {"optimizer/updates": 1.0, "optimizer/skipped": 0.0, "groups/dropped": 1.0, "rollout/groups": 4.0}
 NAN = FINE | {"optimizer/skipped": 1.0}
 IDLE = {"groups/dropped": 0.0, "rollout/groups": 4.0, "optimizer/updates": 0.0}
-BROKEN = IDLE | {"groups/dropped": 4.0}
+BROKEN = IDLE | {"groups/dropped": 4.0, "rollout/timeout": 1.0, "rollout/judge_error": 3.0, "rollout/user_error": 0.0}
 
 
 @pytest.fixture
@@ -43,5 +45,18 @@ def test_the_first_batch_of_such_a_row_is_written(tmp_path, packed):
 
 def test_steps_whose_groups_all_break_end_the_run(tmp_path, packed):
     look(tmp_path, packed, BROKEN, FINE, BROKEN, IDLE)
-    with pytest.raises(RunStopped, match="in 2 steps in a row every group had fewer than two valid episodes"):
-        look(tmp_path, packed, FINE, BROKEN, BROKEN)
+    words = r"in 2 steps in a row every group had fewer than two valid episodes .*: judge_error 6, timeout 2; traj"
+    with pytest.raises(RunStopped, match=words):
+        look(tmp_path, packed, BROKEN, FINE, BROKEN, BROKEN)
+
+
+@pytest.mark.parametrize(("metrics", "words"), [(NAN, "gradients of 3 steps"), (BROKEN, "in 2 steps .*judge_error 6")])
+def test_an_interruption_does_not_start_the_count_anew(tmp_path, packed, metrics, words):
+    config = StopConfig(nonfinite_steps=3, dropped_steps=2)
+    state = {}
+    with pytest.raises(RunStopped, match=words):
+        for step in (1, 2, 3):
+            guards = Guards(config, tmp_path)
+            guards.restore(state)
+            guards.check(step, metrics, packed)
+            state = json.loads(json.dumps(guards.state))  # as in a checkpoint

@@ -13,7 +13,7 @@ from rti_jax import batching, luffy, metric_names, runs
 from rti_jax.config import ConfigError, load_config
 from rti_jax.environments import env_config
 from rti_jax.rollout import Player
-from rti_jax.types import Author, Status
+from rti_jax.types import Author, Group, Status
 from tests.fakes import FakeEngine, call, lookup_source, lookup_task, small_config, tiny_chat
 
 WRONG, LOOK, RIGHT = call("answer", code="1"), call("look", name="Ada"), call("answer", code="X4711")
@@ -140,6 +140,14 @@ class TestStored:
         assert group.replaced is None and metrics["teacher/missing"] == 1
         with pytest.raises(ConfigError, match="no success on a task of env.split.*train/0.*train/1"):
             luffy.Stored(str(tmp_path / "teacher.jsonl"), setup.chat, lookup_source(), tasks[1:], setup.config)
+
+    def test_one_whose_environment_does_not_start_is_missing(self, tmp_path, caplog):
+        setup = Setup()
+        setup.stored(tmp_path / "teacher.jsonl")
+        setup.task = lookup_task("train/0", fault="reset")
+        teacher = luffy.Stored(str(tmp_path / "teacher.jsonl"), setup.chat, lookup_source(), [setup.task], setup.config)
+        group = Group("train/0/0", "train/0", ())
+        assert asyncio.run(teacher.rollout(setup.task, group, 0)) is None and "no such machine" in caplog.text
 
     @pytest.mark.parametrize("text", ["{", '{"task_id": "a"}', '{"task_id": "a", "messages": []}', "[]"])
     def test_a_line_that_is_no_episode_is_named(self, tmp_path, text):

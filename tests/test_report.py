@@ -113,6 +113,16 @@ def test_null_metrics_are_gaps(tmp_path):
     assert text.count("<circle") == 2
 
 
+def test_only_a_page_is_overwritten(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    for output in (run / "metrics.jsonl", run, tmp_path / "page"):
+        with pytest.raises(ConfigError, match=r"--output .* ends in \.html"):
+            report.main([run], output)
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not (tmp_path / "page").exists()
+
+
 def test_folders_that_are_no_run(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         report.main([tmp_path / "nope"])

@@ -98,6 +98,14 @@ class TestVerdicts:
             ("no object { here }", None),
             ("", None),
             ('{"a":' * 5000, None),
+            ('{"a": {"verdict": "accept"}, broken}', None),  # what a broken object holds is not the answer
+            ('{"a": {"b": 1}, "c": ', None),
+            ('{"a": "}", "b": {"c": 1}, "d": oops} {"e": 2}', {"e": 2}),
+            ('{"said "x"}", {"b": 1}} {"e": 2}', {"e": 2}),
+            ("the set {x: {y}} and {z}, so " + '{"a": 1}', {"a": 1}),
+            ('{"a": "open', None),
+            ('{"' + '\\"' * 50_000 + "\\", None),
+            ('{"a": ' + "9" * 5000 + '} {"b": 1}', {"b": 1}),
         ],
     )
     def test_last_json_object(self, text, found):

@@ -83,6 +83,30 @@ def test_a_resumed_run_ends_with_the_same_weights_and_metrics(runs):
         assert drop(a) == drop(b)
 
 
+@pytest.mark.exhaustive
+def test_a_killed_run_samples_and_learns_what_an_unbroken_one_does(tmp_path):
+    """Six steps, and three, kill -9 in the rollouts of the fourth, and the rest: with vLLM, bit for bit."""
+    train(tmp_path, "six", "steps=6")
+    command = [sys.executable, "-m", "rti_jax.cli", "train", str(CONFIG), f"runs_dir={tmp_path}", "name=killed", *SMALL]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, "steps=6"], cwd=ROOT, env=env, **quiet)
+    marker, deadline = tmp_path / "killed" / "checkpoints" / "3" / "COMMITTED.json", time.monotonic() + 500
+    try:
+        while process.poll() is None and not marker.is_file() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        process.kill()
+    assert process.wait(100) == -9 and marker.is_file()
+    train(tmp_path, "killed", "steps=6")
+    for step in range(1, 7):
+        file = pathlib.Path("trajectories") / f"step_{step:06d}.jsonl"
+        assert (tmp_path / "six" / file).read_bytes() == (tmp_path / "killed" / file).read_bytes(), file
+    whole, killed = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("six", "killed"))
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], killed[name], err_msg=name)
+
+
 @pytest.mark.slow
 def test_eight_devices_have_the_same_first_loss(runs):
     one, eight = lines(runs / "whole")[0], lines(runs / "eight")[0]
