@@ -1,32 +1,39 @@
-"""Sampling beside the update: the numbers of one after the other, one version behind, and nothing lost on the way."""
+"""Sampling beside the update: the numbers of one after the other, one version behind, and nothing lost on the way.
+
+As a script it is one of two hosts of such a run: python tests/test_overlap.py PORT INDEX FOLDER.
+"""
 
 import asyncio
 import contextlib
 import json
+import pathlib
+import runpy
 import shutil
+import sys
 import threading
 import zlib
 
 import jax
 import numpy as np
 import pytest
-from tiny_models import make_qwen3
+from stand_in import LAYERS, WIDTH, StandIn, mesh
 
-from rti_jax import checkpoint, recorded, runs, weight_sync
+from rti_jax import checkpoint, recorded, runs, train
 from rti_jax.collection import Collected
-from rti_jax.config import Config, ConfigError, validate
+from rti_jax.config import Config, ConfigError, HostsConfig, validate
 from rti_jax.engine_errors import EngineDiedError
-from rti_jax.hosts import Hosts
-from rti_jax.metrics import Recorder, read_metrics
+from rti_jax.hosts import Hosts, join
+from rti_jax.metrics import Recorder, Unrecorded, read_metrics
 from rti_jax.overlap import Beside, whole
 from rti_jax.run_tasks import RunTasks
-from rti_jax.runtime import load_policy
+from rti_jax.runtime import Policy
 from rti_jax.seeds import derive_seed
 from rti_jax.train import Trainer
 from rti_jax.training_state import Learner
 from rti_jax.types import Group, Status, Trajectory, Turn
-from tests.fakes import FakeEngine, call
+from tests.fakes import FakeEngine, call, tiny_chat
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROLES = {
     "validator": '{"verdict": "invalid", "reason": "not the code"}',
     "corrector": call("answer", code="X4711"),
@@ -34,16 +41,45 @@ ROLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_qwen3(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1)
+@pytest.fixture(autouse=True, scope="module")
+def _without_a_model_folder():
+    with without_a_model_folder():
+        yield
 
 
-def config_of(model, folder, steps=3, staleness=1, **sections):
+@contextlib.contextmanager
+def without_a_model_folder():
+    """The loop with the stand-in: parameters go to the engine as they are, and nothing is exported."""
+
+    async def sync(engine, model, params, version):
+        return await engine.update_weights(jax.tree.leaves(params), version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.weight_sync, "sync", sync)
+        patch.setattr(train.summary, "export", lambda folder, learner: None)
+        yield
+
+
+def policy():
+    """The stand-in with a vocabulary that holds the fakes' tokens."""
+    on, chat, rng = mesh(jax.process_count()), tiny_chat(), np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.normal(0, 0.4, shape).astype(np.float32)
+
+    layers = {
+        "mixer": {"kernel": draw(LAYERS, WIDTH, WIDTH), "bias": draw(LAYERS, WIDTH)},
+        "norm": {"scale": 1 + draw(LAYERS, WIDTH)},
+    }
+    params = {"embed_tokens": {"embedding": draw(len(chat.tokenizer), WIDTH)}, "layers": layers}
+    whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
+    return Policy(StandIn(), jax.device_put(params, whole), on, chat)
+
+
+def config_of(folder, steps=3, staleness=1, **sections):
     base = {
         "steps": steps,
         "runs_dir": str(folder),
-        "model": {"path": str(model), "dtype": "float32", "remat": "none", "scan_layers": False},
         "env": {"name": "tests.fakes:Lookup", "max_turns": 2},
         "rollout": {"groups_per_step": 3, "group_size": 2, "staleness": staleness},
         "sampling": {"max_tokens": 100, "max_context": 1024, "thinking": False},
@@ -58,11 +94,11 @@ def config_of(model, folder, steps=3, staleness=1, **sections):
 
 
 class Engine(FakeEngine):
-    """Which answer it gives depends on the weights that it was given."""
+    """Which answer it gives depends on the weights that it was given, or on their version alone."""
 
-    def __init__(self, chat):
+    def __init__(self, chat, exact=True):
         super().__init__(chat, self._answer)
-        self.digest = 0
+        self.digest, self.exact = 0, exact
 
     def _answer(self, request):
         right = (
@@ -71,24 +107,30 @@ class Engine(FakeEngine):
         return ROLES.get(request.role) or call("answer", code="X4711" if right else "1")
 
     async def update_weights(self, tensors, version):
-        self.digest = 0
-        for _, values in tensors:
+        self.digest = 0 if self.exact else version
+        for values in tensors if self.exact else ():
             self.digest = zlib.crc32(np.ascontiguousarray(values), self.digest)
         return await super().update_weights(tensors, version)
 
 
+COMPILED = {}  # the same programs serve all runs here
+
+
 @contextlib.contextmanager
-def trainer_of(config):
-    run = runs.open_run(config)
-    tasks, policy = RunTasks.load(config), load_policy(config)
-    learner = Learner(config, policy, run, tasks)
-    with Recorder(run.folder, config.steps, learner.step) as recorder:
-        yield Trainer(config, run, learner, Engine(policy.chat), tasks, recorder, {})
+def trainer_of(config, hosts=None, exact=True):
+    hosts = hosts or Hosts()
+    run = hosts.from_first(lambda: runs.open_run(config))
+    tasks = RunTasks.load(config)
+    learner = Learner(config, policy(), run, tasks, hosts)
+    for part in ("_update", "_scorer"):
+        setattr(learner, part, COMPILED.setdefault((part, config.rollout.staleness), getattr(learner, part)))
+    with Recorder(run.folder, config.steps, learner.step) if hosts.first else Unrecorded() as recorder:
+        yield Trainer(config, run, learner, Engine(learner.policy.chat, exact), tasks, recorder, {}, hosts)
 
 
-def trained(config):
-    """The run folder of a whole run."""
-    with trainer_of(config) as trainer:
+def trained(config, hosts=None, exact=True):
+    """The trainer of a whole run."""
+    with trainer_of(config, hosts, exact) as trainer:
         assert asyncio.run(trainer.run())
     return trainer
 
@@ -105,7 +147,7 @@ async def one_after_the_other(trainer):
         updated = learner.update(learner.pack(batch.own, batch.numbers, batch.total))["optimizer/updates"]
         learner.step = n + 1
         if updated:
-            await weight_sync.sync(engine, learner.policy.model, learner.state.params, n + 1)
+            await train.weight_sync.sync(engine, learner.policy.model, learner.state.params, n + 1)
         if not ahead and n + 1 < config.steps:
             following = await trainer.collect(n + 1)
     return versions
@@ -126,12 +168,12 @@ def untimed(line):
 
 class TestRun:
     @pytest.fixture(scope="class")
-    def run(self, model, tmp_path_factory):
-        return trained(config_of(model, tmp_path_factory.mktemp("runs"), steps=4))
+    def run(self, tmp_path_factory):
+        return trained(config_of(tmp_path_factory.mktemp("runs"), steps=4))
 
     @pytest.mark.parametrize("staleness", [0, 1])
-    def test_its_weights_are_those_of_the_steps_one_after_the_other(self, run, model, tmp_path, staleness):
-        config = config_of(model, tmp_path, steps=4, staleness=staleness)
+    def test_its_weights_are_those_of_the_steps_one_after_the_other(self, run, tmp_path, staleness):
+        config = config_of(tmp_path, steps=4, staleness=staleness)
         with trainer_of(config) as trainer:
             seen = asyncio.run(one_after_the_other(trainer))
         assert seen == ([{0}, {0}, {1}, {2}] if staleness else [{0}, {1}, {2}, {3}])
@@ -147,12 +189,13 @@ class TestRun:
             assert 0 <= line["overlap/hidden_seconds"] <= line["overlap/sampling_seconds"]
         assert "overlap/sampling_seconds" not in lines[-1]  # there is no next step to sample for
 
-    def test_corrections_are_scored_by_the_weights_that_sampled_them(self, run, model):
+    def test_corrections_are_scored_by_the_weights_that_sampled_them(self, run, tmp_path):
         """The second batch was sampled beside the first update, by the weights before it."""
         groups, _, _ = recorded.read_groups(run.run_folder.trajectories(2))
         turns = [turn for g in groups for m in g.trajectories for turn in m.corrected_turns]
         assert turns, "no intervention was admitted: the test says nothing"
-        before = Learner(run.config, load_policy(run.config), runs.Run(model), None)
+        before = Learner(run.config, policy(), runs.Run(tmp_path), None)
+        before._scorer = run.learner._scorer
         after = checkpoint.restore(run.run_folder.checkpoints, run.learner.state, 1).state
         rows = [(turn.prompt_ids, turn.response_ids) for turn in turns]
         found = np.concatenate([turn.correction.rollout_logprobs for turn in turns])
@@ -172,6 +215,39 @@ class TestRun:
             assert (again / "trajectories" / name).read_bytes() == (old / "trajectories" / name).read_bytes()
         lines = [list(map(untimed, read_metrics(folder / "metrics.jsonl"))) for folder in (old, again)]
         assert lines[0] == lines[1]
+
+
+class TestHosts:
+    @pytest.mark.exhaustive
+    def test_two_sample_and_learn_what_one_does(self, tmp_path):
+        from test_hosts import pair
+
+        one = trained(config_of(tmp_path / "one"), exact=False)
+        for process in pair([__file__], tmp_path / "two", devices=1):
+            _, errors = process.communicate(timeout=500)
+            assert process.returncode == 0, errors[-3000:]
+        folders = one.run_folder.folder, tmp_path / "two" / one.config.name
+        for a, b in zip(*(read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True):
+            assert untimed(a).keys() == untimed(b).keys()
+            for name in ("loss/total", "optimizer/grad_norm", "policy/ratio", "rollout/staleness", "rti/replaced"):
+                assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+        for n in (1, 2, 3):
+            groups = [recorded.read_groups(runs.Run(folder).trajectories(n))[0] for folder in folders]
+            ids = [
+                [(t.id, x.policy_version, x.response_ids) for g in part for t in g.trajectories for x in t.turns]
+                for part in groups
+            ]
+            assert ids[0] == ids[1]
+
+    def test_a_stored_batch_is_dealt_to_the_hosts_of_now(self):
+        names = ("a", "b", "c")
+        members = [Trajectory(f"{g}/0", g, 0, g, (), Status.TIMEOUT, None) for g in names]
+        batch = Collected([], range(0), 3, [Group(m.group_id, m.task_id, (m,)) for m in members], {"x/y": float("nan")})
+        stored = json.loads(json.dumps(batch.as_json(), allow_nan=False))
+        alone, first, second = (Collected.restored(stored, Hosts(*which)) for which in ((), (0, 2), (1, 2)))
+        assert alone.own == alone.everyone == first.everyone == batch.everyone and np.isnan(alone.metrics["x/y"])
+        assert [[g.id for g in part.own] for part in (first, second)] == [["a", "c"], ["b"]]
+        assert (list(second.numbers), second.total) == ([1], 3)
 
 
 class TestInterruption:
@@ -200,8 +276,8 @@ class TestInterruption:
         return asyncio.ensure_future(trainer.run()), begun, allowed, sampled
 
     @pytest.mark.parametrize("held", ["collection", "update"])
-    def test_the_step_is_finished_and_saved(self, model, tmp_path, held):
-        config = config_of(model, tmp_path)
+    def test_the_step_is_finished_and_saved(self, tmp_path, held):
+        config = config_of(tmp_path)
 
         async def interrupted(trainer):
             running, begun, allowed, sampled = self.start(trainer, held)
@@ -227,8 +303,8 @@ class TestInterruption:
         lines = read_metrics(run.folder / "metrics.jsonl")
         assert [line["rollout/staleness"] for line in lines] == [0.0, float(held == "update"), 1.0]
 
-    def test_a_collection_that_fails_leaves_its_update(self, model, tmp_path):
-        config = config_of(model, tmp_path)
+    def test_a_collection_that_fails_leaves_its_update(self, tmp_path):
+        config = config_of(tmp_path)
         with trainer_of(config) as trainer:
             answer = trainer.engine.answer
             trainer.engine.answer = lambda r: EngineDiedError("gone") if trainer._ahead else answer(r)
@@ -237,11 +313,11 @@ class TestInterruption:
         assert checkpoint.newest(trainer.run_folder.checkpoints) == 1
         assert len(read_metrics(trainer.run_folder.folder / "metrics.jsonl")) == 1
 
-    def test_an_update_that_fails_ends_the_collection(self, model, tmp_path):
+    def test_an_update_that_fails_ends_the_collection(self, tmp_path):
         def broken(packed):
             raise RuntimeError("out of memory")
 
-        with trainer_of(config_of(model, tmp_path)) as trainer:
+        with trainer_of(config_of(tmp_path)) as trainer:
             trainer.learner.update = broken
             with pytest.raises(RuntimeError, match="out of memory"):
                 asyncio.run(trainer.run())
@@ -310,22 +386,22 @@ class TestCorrection:
 
         return [Group("g", "t", (member(0), member(1)))]
 
-    def updated(self, model, tmp_path, **loss):
-        config = config_of(model, tmp_path, loss=loss, batch={"buckets": [32]}, sampling={"max_context": 32})
+    def updated(self, tmp_path, **loss):
+        config = config_of(tmp_path, loss=loss, batch={"buckets": [32]}, sampling={"max_context": 32})
         config = Config.model_validate(config.model_dump() | {"loss": config.loss.model_dump() | loss})
-        learner = Learner(config, load_policy(config), runs.Run(tmp_path), None)
+        learner = Learner(config, policy(), runs.Run(tmp_path), None)
         turns = [t for g in self.groups() for m in g.trajectories for t in m.turns]
         scores = np.concatenate(learner.score([(t.prompt_ids, t.response_ids) for t in turns]))
         gap = scores - np.concatenate([t.sampler_logprobs for t in turns])
         return learner.update(learner.pack(self.groups())), gap
 
-    def test_by_the_ratio_itself(self, model, tmp_path):
-        metrics, gap = self.updated(model, tmp_path)
+    def test_by_the_ratio_itself(self, tmp_path):
+        metrics, gap = self.updated(tmp_path)
         assert np.abs(gap).max() > 0.1
         assert metrics["policy/ratio"] == pytest.approx(np.exp(gap).mean(), rel=1e-4)
 
-    def test_or_by_a_truncated_weight_beside_a_ratio_of_one(self, model, tmp_path):
-        metrics, gap = self.updated(model, tmp_path, behavior="recompute", mismatch_clip=1.5)
+    def test_or_by_a_truncated_weight_beside_a_ratio_of_one(self, tmp_path):
+        metrics, gap = self.updated(tmp_path, behavior="recompute", mismatch_clip=1.5)
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["policy/weight"] == pytest.approx(np.minimum(np.exp(gap), 1.5).mean(), rel=1e-4)
         assert metrics["policy/truncated"] == pytest.approx((np.exp(gap) > 1.5).mean())
@@ -362,3 +438,23 @@ def test_a_stored_batch_of_another_form_is_one_line():
     for data in ({}, {"groups": [{"id": "g"}], "metrics": {}}):
         with pytest.raises(ConfigError, match="next batch cannot be read"):
             Collected.restored(data, Hosts())
+
+
+def test_the_benchmark_counts_a_step_once(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    measured = runpy.run_path(str(ROOT / "benchmarks" / "overlap.py"))["measured"]
+    off = measured([{"time/rollout": 4.0, "time/intervention": 2.0, "time/update": 3.0, "time/sync": 1.0}] * 2)
+    assert (off["step"], off["sampling"], off["hidden"], off["waits"]) == (10.0, 6.0, 0.0, 6.0)
+    beside = {"overlap/sampling_seconds": 6.0, "overlap/hidden_seconds": 3.0, "time/rollout": 3.0, "time/update": 3.0}
+    on = measured([beside | {"time/sync": 1.0}, beside | {"time/sync": 3.0}])
+    assert (on["step"], on["sampling"], on["hidden"], on["waits"]) == (8.0, 6.0, 3.0, 3.0)
+
+
+def main(port, index, folder):
+    config = HostsConfig(coordinator=f"127.0.0.1:{port}", processes=2, process_id=int(index))
+    with without_a_model_folder(), join(config) as hosts:
+        trained(config_of(folder), hosts, exact=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
