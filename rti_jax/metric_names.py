@@ -87,7 +87,7 @@ NAMES: dict[str, str] = {
     "loss/entropy": "entropy of the trained tokens as aggregated, before loss.entropy_coef",
     "policy/tokens": "trained tokens that the policy wrote",
     "policy/clip_fraction": "share of them whose ratio was clipped",
-    "policy/ratio": "their mean ratio; exactly 1 in a first update",
+    "policy/ratio": "their mean ratio; exactly 1 in a first update of samples of its own weights",
     "policy/approx_kl": "their mean k3 distance to the behaviour policy",
     "policy/weight": "their mean weight; 1 unless loss.mismatch_clip truncates",
     "policy/truncated": "share of them whose importance weight loss.mismatch_clip truncates",
