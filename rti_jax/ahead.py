@@ -50,8 +50,7 @@ def lowered_update(model: Any, config: Config, mesh: Any, rows: int, length: int
     """The programs of an update on a mesh, lowered from shapes."""
     params = memory.parameters(model, mesh)
     optimizer = make_optimizer(config.optimizer, params, total_updates(config))
-    on_policy = config.loss.behavior == "recompute" and config.optimizer.minibatches == 1
-    update = learner.make_update_step(model, config, mesh, optimizer, on_policy=on_policy)
+    update = learner.make_update_step(model, config, mesh, optimizer, on_policy=config.on_policy)
     state = learner.abstract_state(params, optimizer, mesh, offload=config.optimizer.offload)
     return update.lower(state, learner.abstract_batch(rows, length, mesh))
 

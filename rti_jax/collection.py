@@ -4,14 +4,15 @@ With `rollout.max_rounds` above 1 (DAPO's dynamic sampling, arXiv 2503.14476) a 
 groups have a gradient, intervention included. On several hosts each plays its share of the tasks.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envs.base import Task
-from rti_jax import intervention, intervention_metrics, luffy, summary
+from rti_jax import intervention, intervention_metrics, luffy, recorded, summary
 from rti_jax.advantages import with_gradient
-from rti_jax.config import Config
+from rti_jax.config import Config, ConfigError
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import sample_tasks
 from rti_jax.hosts import Hosts
@@ -19,6 +20,7 @@ from rti_jax.joint_scoring import JointScorer
 from rti_jax.metrics import Recorder, Unrecorded
 from rti_jax.roles import Roles, added
 from rti_jax.rollout import Player
+from rti_jax.runs import group_lines, plain
 from rti_jax.types import Group
 
 
@@ -35,6 +37,29 @@ class Collected(NamedTuple):
     total: int
     everyone: list[Group]
     metrics: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `restored` needs, as JSON values; process 0's holds all hosts' groups."""
+        return {"groups": list(map(plain, group_lines(self.everyone, {}))), "metrics": plain(self.metrics)}
+
+    @classmethod
+    def restored(cls, data: Mapping[str, Any], hosts: Hosts) -> "Collected":
+        """The batch of `as_json`, divided among the hosts of now.
+
+        Raises:
+          ConfigError: it is something else.
+        """
+        try:
+            everyone = recorded.groups(data["groups"])
+            metrics = {name: math.nan if value is None else value for name, value in data["metrics"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the checkpoint's next batch cannot be read ({type(error).__name__}: {error}); was it made by another "
+                "version?"
+            ) from error
+        numbers = hosts.share(len(everyone))
+        own = [everyone[i] for i in numbers]
+        return cls(own, numbers, len(everyone), everyone if hosts.first else own, metrics)
 
 
 class Collection:
@@ -59,7 +84,7 @@ class Collection:
     ):
         self.config, self.tasks, self.player, self.roles, self.teacher = config, tasks, player, roles, teacher
         self._scorer, self._recorder, self._timed, self._hosts = scorer, recorder, timed, hosts
-        self._intervenes, self._ever_played = config.rti.enabled and config.rti.attempts > 0, False
+        self.intervenes, self._ever_played = config.rti.enabled and config.rti.attempts > 0, False
 
     async def __call__(self, step: int) -> Collected:
         """Plays the groups of the step. Every host calls it.
@@ -87,13 +112,13 @@ class Collection:
             raise EngineError(f"no episode of step {step + 1} could be played: {summary.first_error(played)}")
         trained = capped(groups, rollout.groups_per_step)
         numbers = range(len(trained)) if hosts.alone else own  # on several hosts there is one round, and no surplus
-        gathered = hosts.collect((played, groups, self.roles.pop_usage() if self._intervenes else {}))
+        gathered = hosts.collect((played, groups, self.roles.pop_usage() if self.intervenes else {}))
         if not hosts.first:
             return Collected(trained, numbers, len(tasks), trained, {"rollout/groups": float(len(tasks))})
         before, after = (hosts.in_order([part[i] for part in gathered]) for i in (0, 1))
         metrics = summary.group_metrics(before, tasks) | {"rollout/rounds": float(len(guided))}
         metrics |= {name: sum(counts[name] for counts in guided) for name in guided[0]}
-        if self._intervenes:
+        if self.intervenes:
             usage = added([part[2] for part in gathered])
             metrics |= summary.after(after) | intervention_metrics.statistics(after, usage)
         elif self.teacher:
@@ -116,7 +141,7 @@ class Collection:
         if self.teacher:
             with self._timed("teacher"):
                 return await luffy.guide(groups, tasks, self.teacher, self.config, step=step)
-        if not self._intervenes:
+        if not self.intervenes:
             return groups, {}
         waiting = sum(map(intervention.triggered, groups))
         with self._timed("intervention"), self._recorder.episodes("interventions", waiting) as seen:

@@ -61,6 +61,7 @@ class RolloutConfig(Section):
     retries: int = pydantic.Field(1, ge=0)  # of an episode that ended in an infrastructure error
     max_rounds: int = pydantic.Field(1, ge=1)  # rounds of tasks in a step until groups_per_step have a gradient (dapo)
     truncated_is_failure: bool = True  # an episode cut by max_context counts as a failure (reward 0)
+    staleness: int = pydantic.Field(0, ge=0, le=1)  # updates a batch is behind; 1 samples the next during the update
     tasks: str = ""  # train on these tasks of env.split only: a file with an id a line, e.g. of `rti select`
 
 
@@ -170,7 +171,7 @@ class LossConfig(Section):
     kl_beta: float = pydantic.Field(0.0, ge=0)  # ours: no KL by default
     entropy_coef: float = pydantic.Field(0.0, ge=0)  # bonus on the policy's entropy; luffy sets 0.001
     shaping: float = pydantic.Field(0.1, gt=0)  # luffy: gamma of p / (p + gamma) on the teacher's tokens
-    behavior: Literal["recompute", "engine"] = "recompute"  # denominator of the ratio on policy tokens
+    behavior: Literal["recompute", "engine"] = "recompute"  # denominator of policy tokens' ratio; staleness sets engine
     mismatch_clip: float | None = pydantic.Field(
         None, gt=0
     )  # truncated importance sampling of engine/learner mismatch; None = off
@@ -347,6 +348,37 @@ class Config(Section):
             return data | {"rti": {"enabled": False} | rti}
         return data
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _recorded_behavior(cls, data: Any) -> Any:
+        """A batch of older weights is corrected by the log-probabilities that were recorded when it was sampled."""
+        loss, rollout = (data.get(k, {}) for k in ("loss", "rollout")) if isinstance(data, dict) else (None, None)
+        if isinstance(loss, dict) and isinstance(rollout, dict) and rollout.get("staleness") == 1:
+            if loss.get("mismatch_clip") is None:
+                return data | {"loss": {"behavior": "engine"} | loss}
+        return data
+
+    @pydantic.model_validator(mode="after")
+    def _bounded_staleness(self):
+        if not self.rollout.staleness:
+            return self
+        if self.loss.behavior == "recompute" and self.loss.mismatch_clip is None:
+            raise ValueError(
+                "rollout.staleness=1 trains on what older weights sampled, and loss.behavior=recompute alone forgets "
+                "that; set loss.behavior=engine, or loss.mismatch_clip (e.g. 2) beside it"
+            )
+        if self.engine.sleep:
+            raise ValueError(
+                "rollout.staleness=1 samples while the update runs, in which engine.sleep=true gives the engine's "
+                "memory away; set one of them to its default"
+            )
+        if self.hosts.coordinator and self.gate.scope == "turn":
+            raise ValueError(
+                "rollout.staleness=1 with hosts.coordinator scores corrections after the update, for which no episode "
+                "can wait in its middle; set gate.scope=trajectory or rollout.staleness=0"
+            )
+        return self
+
     @pydantic.model_validator(mode="after")
     def _consistent(self):
         if self.loss.baseline != "none" and self.rti.enabled:
@@ -397,6 +429,12 @@ class Config(Section):
         if math.isnan(self.gate.delta):
             raise ValueError("gate.delta must be a number, or inf to admit every perplexity")
         return self
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the update's own forward pass is the behaviour of what it trains: one update, on its own samples."""
+        own = self.rollout.staleness == 0 and self.optimizer.minibatches == 1
+        return own and self.loss.behavior == "recompute"
 
     @property
     def frozen_folders(self) -> dict[str, str]:

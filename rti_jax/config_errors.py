@@ -51,6 +51,10 @@ SYNONYMS = {
     "gpu_memory_utilization": "engine.memory_fraction",
     "save_steps": "checkpoint.every",
     "eval_steps": "eval.every",
+    "async_level": "rollout.staleness",
+    "max_async_level": "rollout.staleness",
+    "max_head_offpolicyness": "rollout.staleness",
+    "async_generation_ratio": "rollout.staleness",
 }
 
 

@@ -153,9 +153,12 @@ def policy_loss(
     if teacher is not None:
         surrogate = jnp.where(teacher, shaped_surrogate(logprobs, advantages, mask & teacher, shaping), surrogate)
     emphasis = jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0.0))
+    truncated = {}
     if mismatch_clip is not None:
         sampled = own & ~corrected
         emphasis *= truncated_importance(batch.behavior_logprobs, batch.sampler_logprobs, sampled, mismatch_clip)
+        beyond = log_ratio(batch.behavior_logprobs, batch.sampler_logprobs, sampled) > jnp.log(mismatch_clip)
+        truncated = {"policy/truncated": jnp.sum(beyond, dtype=jnp.float32)}
     kl = k3_kl(logprobs, batch.ref_logprobs, mask) if kl_beta else jnp.zeros_like(logprobs)
     scale = jax.lax.stop_gradient(jnp.where(mask, batch.loss_scale, 0.0))
     policy_terms, kl_terms = -scale * emphasis * surrogate, scale * kl
@@ -178,7 +181,7 @@ def policy_loss(
         probability = jnp.exp(jnp.where(mask, logprobs, 0.0))
         sums |= sums_by_source({"teacher": mask & teacher}, {"probability": probability})
     mismatch_sums, maxima = mismatch(batch, own & ~corrected)
-    return LossOutput(jnp.sum(terms), jax.lax.stop_gradient(sums | mismatch_sums), maxima)
+    return LossOutput(jnp.sum(terms), jax.lax.stop_gradient(sums | mismatch_sums | truncated), maxima)
 
 
 def pair_sum(values: Array) -> Array:

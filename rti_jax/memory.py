@@ -38,6 +38,7 @@ def learner_parts(model: Any, config: Config, mesh: Any, rows: int, length: int)
         "gradients": gradients * weights,
         "optimizer": held(state.opt_state),
         "reference": weights if config.loss.kl_beta else 0.0,
+        "held": weights if config.rollout.staleness and config.rti.enabled and config.rti.attempts else 0.0,
         "compute_weights": compute_weights(model, mesh),
         "activations": activations(model, rows * length),
         "workspace": max(workspaces(model, mesh, rows, length).values()),

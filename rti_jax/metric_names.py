@@ -25,6 +25,8 @@ NAMES: dict[str, str] = {
     "rollout/user_error": "episodes that the user simulator broke; not in any mean",
     "rollout/judge_error": "episodes that could not be graded; not in any mean",
     "rollout/timeout": "episodes that, or a call in which, took longer than its limit; not in any mean",
+    "rollout/staleness": "updates between the weights that sampled the batch and those that it trains: 0 or 1 "
+    "(rollout.staleness=1)",
     "rti/groups_triggered": "groups whose valid members all failed",
     "rti/attempts": "intervened episodes that were played",
     "rti/attempts_in_error": "of these, ended by the infrastructure",
@@ -85,9 +87,10 @@ NAMES: dict[str, str] = {
     "loss/entropy": "entropy of the trained tokens as aggregated, before loss.entropy_coef",
     "policy/tokens": "trained tokens that the policy wrote",
     "policy/clip_fraction": "share of them whose ratio was clipped",
-    "policy/ratio": "their mean ratio; exactly 1 in a first update",
+    "policy/ratio": "their mean ratio; exactly 1 in a first update of samples of its own weights",
     "policy/approx_kl": "their mean k3 distance to the behaviour policy",
     "policy/weight": "their mean weight; 1 unless loss.mismatch_clip truncates",
+    "policy/truncated": "share of them whose importance weight loss.mismatch_clip truncates",
     "policy/entropy": "mean entropy of the policy at them, in nats",
     "policy/grad_norm": "gradient norm of their part of the loss (steps with corrected tokens)",
     "corrector/tokens": "trained tokens of accepted corrections",
@@ -128,7 +131,10 @@ NAMES: dict[str, str] = {
     "optimizer/idle": "optimizer steps left out since no group had a gradient",
     "time/other": "seconds of the step that no phase accounts for (metrics, transcripts, engines put to sleep), up to "
     "this line; with it the sum of time/* is the whole step",
-    "time/*": "seconds of a phase: rollout, intervention or teacher, update (packing included), sync, probe",
+    "time/*": "seconds of a phase: rollout, intervention or teacher, update (packing included), sync, probe; with "
+    "rollout.staleness=1 rollout is what the step waits for its next batch after the update, help included",
+    "overlap/sampling_seconds": "rollout.staleness=1: seconds in which the next batch was sampled, beside this update",
+    "overlap/hidden_seconds": "of these, seconds in which the update ran; the others are in time/rollout",
     "engine/retried_requests": "requests asked once more, since what was to answer them died, hung or was wrong",
     "engine/restarts": "vLLM engines and servers that were started again, with the weights of now",
     "engine/servers": "servers of engine.kind=server",

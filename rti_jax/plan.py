@@ -212,7 +212,7 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
     episodes = config.rollout.groups_per_step * config.rollout.group_size
     tokens = episodes * episode_tokens
     forward = flops.forward(model, tokens, episodes * flops.causal_pairs(episode_tokens))
-    extra = (config.optimizer.minibatches > 1 and config.loss.behavior == "recompute") + bool(config.loss.kl_beta)
+    extra = (config.loss.behavior == "recompute" and not config.on_policy) + bool(config.loss.kl_beta)
     operations = forward.update(config.model.remat) + extra * forward.forward
     if config.loss.baseline == "opd":  # the student's own forward pass, and the teacher's
         teacher = teacher_of(model, config)
@@ -348,6 +348,7 @@ PART_NAMES = {
     "gradients": "gradients, float32: summed, of a micro-batch, of corrections",
     "optimizer": "optimizer moments",
     "reference": "reference parameters (loss.kl_beta)",
+    "held": "parameters that sampled, for scores (rollout.staleness)",
     "teacher": "teacher's parameters, float32 (loss.teacher.path)",
     "frozen_engines": "engines of frozen models (engine.frozen_fraction)",
     "compute_weights": "weights of the layers in the compute dtype",

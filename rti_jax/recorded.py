@@ -1,12 +1,13 @@
-"""Groups as a run recorded them: the inverse of `runs.write_groups`, for `rti view`.
+"""Groups as a run recorded them: the inverse of `runs.write_groups`, for `rti view`, and for a checkpoint's next batch.
 
-Training never reads these files: their intervened rollouts hold what the roles saw, evidence included.
+Intervened rollouts hold what the roles saw, evidence included. It comes back as `Intervention`s, from which no row of a
+batch is made; training never reads the files of trajectories/.
 """
 
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rti_jax.types import (
@@ -34,10 +35,8 @@ def read_groups(path: pathlib.Path) -> tuple[list[Group], dict[str, float], list
     for number, text in enumerate(written.split("\n") if written else [], 1):  # JSON text may hold other line breaks
         try:
             line = json.loads(text)
-            trajectory = read_trajectory(line)
-            record = {"trajectory": trajectory, "replaced": bool(line.get("replaced"))}
-            if "interventions" in line:
-                record["attempt"] = _attempt(trajectory, line)
+            record = _record(line)
+            trajectory = record["trajectory"]
             if line.get("advantage") is not None:
                 advantages[trajectory.id] = float(line["advantage"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -45,6 +44,23 @@ def read_groups(path: pathlib.Path) -> tuple[list[Group], dict[str, float], list
             continue
         lines.setdefault(trajectory.group_id, []).append(record)
     return [_group(name, records) for name, records in lines.items()], advantages, notes
+
+
+def groups(lines: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """The groups of `runs.group_lines`, in order.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for something else.
+    """
+    records: dict[str, list[Mapping[str, Any]]] = {}
+    for record in map(_record, lines):
+        records.setdefault(record["trajectory"].group_id, []).append(record)
+    return [_group(*each) for each in records.items()]
+
+
+def _record(line: Mapping[str, Any]) -> dict[str, Any]:
+    trajectory = read_trajectory(line)
+    record = {"trajectory": trajectory, "replaced": bool(line.get("replaced"))}
+    return record | {"attempt": _attempt(trajectory, line)} if "interventions" in line else record
 
 
 def _group(name: str, records: Sequence[Mapping[str, Any]]) -> Group:

@@ -123,7 +123,7 @@ def check_output(path: pathlib.Path) -> None:
 def write_json(path: pathlib.Path, data: Any) -> None:
     """Writes whole or not at all."""
     with _partial(path) as partial:
-        partial.write_text(json.dumps(_plain(data), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(plain(data), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[str, float]) -> None:
@@ -131,23 +131,24 @@ def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[s
 
     Lines of intervened rollouts hold what the roles saw, evidence included; nothing here is read by training.
     """
+    write_lines(path, group_lines(groups, advantages))
 
-    def lines() -> Iterator[dict[str, Any]]:
-        for group in groups:
-            members = [*group.trajectories, *([group.replaced] if group.replaced else [])]
-            intervened = {a.trajectory.id: a for a in group.attempts}
-            extra = [a.trajectory for a in group.attempts if a.trajectory not in members]
-            for trajectory in (*members, *extra):
-                line = _line(trajectory, intervened.get(trajectory.id), advantages.get(trajectory.id))
-                yield line | {"replaced": trajectory is group.replaced}
 
-    write_lines(path, lines())
+def group_lines(groups: Sequence[Group], advantages: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """What `write_groups` writes, line by line; `recorded.groups` reads it."""
+    for group in groups:
+        members = [*group.trajectories, *([group.replaced] if group.replaced else [])]
+        intervened = {a.trajectory.id: a for a in group.attempts}
+        extra = [a.trajectory for a in group.attempts if a.trajectory not in members]
+        for trajectory in (*members, *extra):
+            line = _line(trajectory, intervened.get(trajectory.id), advantages.get(trajectory.id))
+            yield line | {"replaced": trajectory is group.replaced}
 
 
 def write_lines(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Writes a JSON line each, the whole file or nothing."""
     with _partial(path) as partial, open(partial, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(_plain(line), ensure_ascii=False) + "\n" for line in lines)
+        out.writelines(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
 
 
 @contextlib.contextmanager
@@ -165,7 +166,7 @@ def _partial(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def trajectory_line(trajectory: Trajectory) -> str:
     """The line that `write_groups` writes for a trajectory without an intervention or an advantage."""
-    return json.dumps(_plain(_line(trajectory, None, None) | {"replaced": False}), ensure_ascii=False)
+    return json.dumps(plain(_line(trajectory, None, None) | {"replaced": False}), ensure_ascii=False)
 
 
 def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: float | None) -> dict[str, Any]:
@@ -176,14 +177,14 @@ def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: 
     return line
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON's types; what is not a finite number becomes null."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value

@@ -11,6 +11,8 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
           -> advantages on the rewards after replacement -> packed micro-batches
           -> update -> weights version v + 1 to the engine -> metrics, checkpoint
 
+With `rollout.staleness=1` the next step's groups are sampled while the update runs (rti_jax/overlap.py).
+
 Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
 run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
 
@@ -26,6 +28,7 @@ import logging
 import math
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -44,16 +47,18 @@ from rti_jax import (
     weight_sync,
 )
 from rti_jax import config as config_lib
+from rti_jax.batching import PackedBatch
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints
-from rti_jax.collection import Collection
+from rti_jax.collection import Collected, Collection
 from rti_jax.engine import Engine, GenerateRequest, GenerateResult, make_engine
 from rti_jax.engine_errors import EngineDiedError, EngineError
 from rti_jax.frozen_servers import FrozenServers
 from rti_jax.guards import Guards
 from rti_jax.hosts import Hosts, join, own_servers
-from rti_jax.joint_scoring import JointScorer
+from rti_jax.joint_scoring import JointScorer, Row
 from rti_jax.metrics import Recorder, Stopwatch, Unrecorded
+from rti_jax.overlap import Beside
 from rti_jax.rollout import Player
 from rti_jax.run_tasks import RunTasks
 from rti_jax.runtime import load_policy
@@ -131,15 +136,21 @@ class Trainer:
         chat, endpoints = learner.policy.chat, roles.connect(config.rti)
         engines = {role: others[key] for role in roles.ROLES if (key := f"rti.roles.{role}.model") in others}
         self.roles = roles.Roles(chat, engine, config.sampling, config.rti, endpoints, engines)
-        self.scorer = JointScorer(self.hosts, learner.score, patience=1.0 if config.gate.scope == "turn" else None)
+        self.scorer = JointScorer(self.hosts, self._score, patience=1.0 if config.gate.scope == "turn" else None)
         self._engines = list(dict.fromkeys([engine, *others.values()]))
         self.guards = Guards(config.stop, run.folder, self.hosts.index)
-        self.guards.restore(learner.statistics.get("guards", {}))
+        self.guards.restore(learner.extra.get("statistics", {}).get("guards", {}))
         self._watch = Stopwatch()
         self._told_to_end, self._recorded = False, 0  # the last step whose line is on disk
+        self._next: Collected | None = None  # sampled and not trained yet, with rollout.staleness
+        self._ahead = False  # whether it is being sampled
+        self._updated = threading.Event()
+        self._updated.set()
+        if config.rollout.staleness and (stored := learner.extra.get("next")):
+            self._next = Collected.restored(stored, self.hosts)
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
-            config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._timed, self.hosts
+            config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._sampled, self.hosts
         )
 
     async def run(self) -> bool:
@@ -186,32 +197,77 @@ class Trainer:
         """One step of the algorithm; the learner's step counts up when it is complete."""
         config, learner, n = self.config, self.learner, self.learner.step
         self._watch = Stopwatch()
-        collected = await self.collect(n)
-        groups, metrics = collected.own, collected.metrics
+        collected = self._next or await self.collect(n)
+        metrics = ({"rollout/staleness": 0.0} if config.rollout.staleness else {}) | collected.metrics
         for each in self._engines:
             await each.sleep()
-        with self._timed("update"):  # in this thread: an interruption comes before it or after it, never in between
-            packed = learner.pack(groups, collected.numbers, collected.total)
-            metrics |= learner.update(packed)
-            learner.step = n + 1
-        if self.hosts.first:
-            distilled, everyone = config.loss.baseline == "opd", collected.everyone  # its advantages are per token
-            assigned = {} if distilled else advantages.assign_advantages(everyone, config.loss.variant).advantages
-            runs.write_groups(self.run_folder.trajectories(n + 1), everyone, assigned)
-        try:
-            with self._timed("sync"):
-                for each in self._engines:
-                    await each.wake_up()
-                if metrics["optimizer/updates"] or learner.replay:
-                    await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
-            with self._timed("probe"):
-                gaps = self.hosts.exchange(await self.scorer.during(self.probe(groups)))
-                metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
-        finally:
-            metrics |= self.engine.pop_metrics()
-            self.recorder.write(n + 1, metrics | self._watch.metrics())
-            self._recorded = n + 1
+        with self._timed("update"):
+            packed = learner.pack(collected.own, collected.numbers, collected.total)
+        async with self._sampling(n + 1) or contextlib.nullcontext() as following:
+            with self._timed("update"):  # an interruption comes before it or after it, never in between
+                metrics |= await self._update(packed, following)
+                learner.step, self._next = n + 1, None
+            try:
+                self._write_groups(collected.everyone)
+                updated = bool(metrics["optimizer/updates"] or learner.replay)
+                if following:
+                    with self._timed("rollout"):
+                        self._next = await following.result()
+                    metrics |= following.metrics()
+                    self._next.metrics["rollout/staleness"] = float(updated)
+                with self._timed("sync"):
+                    for each in self._engines:
+                        await each.wake_up()
+                    if updated:
+                        await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
+                with self._timed("probe"):
+                    gaps = self.hosts.exchange(await self.scorer.during(self.probe(collected.own)))
+                    metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
+            finally:
+                metrics |= self.engine.pop_metrics()
+                self.recorder.write(n + 1, metrics | self._watch.metrics())
+                self._recorded = n + 1
         self.guards.check(n + 1, metrics, packed)
+
+    def _sampling(self, n: int) -> Beside | None:
+        """Begins with the groups of step n, under the weights of now; None if they wait for their turn."""
+        if not self.config.rollout.staleness or n == self.config.steps:
+            return None
+        if self.collect.intervenes:
+            self.learner.hold()
+        self._ahead = True
+        self._updated.clear()
+        return Beside(self._collect_ahead(n))
+
+    async def _collect_ahead(self, n: int) -> Collected:
+        try:
+            return await self.collect(n)
+        finally:
+            self._ahead = False
+            self.learner.release()
+
+    async def _update(self, packed: Sequence[PackedBatch], following: Beside | None) -> dict[str, float]:
+        """The learner's update: in this thread, or in another one while this one samples."""
+        if not following:
+            return self.learner.update(packed)
+        try:
+            return await following.compute(lambda: self.learner.update(packed))
+        finally:
+            self._updated.set()
+
+    def _score(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """The learner's scores; on several hosts after an update: all start the mesh's programs in one order."""
+        if not self.hosts.alone:
+            self._updated.wait()
+        return self.learner.score(rows)
+
+    def _write_groups(self, groups: Sequence[Group]) -> None:
+        """The transcripts of a step that was made."""
+        if not self.hosts.first:
+            return
+        distilled = self.config.loss.baseline == "opd"  # its advantages are per token
+        assigned = {} if distilled else advantages.assign_advantages(groups, self.config.loss.variant).advantages
+        runs.write_groups(self.run_folder.trajectories(self.learner.step), groups, assigned)
 
     async def probe(self, groups: Sequence[Group]) -> float:
         """Engine against learner after the update: the largest gap on fresh samples, scored by the learner."""
@@ -287,10 +343,12 @@ class Trainer:
         self.recorder.roles(step, role_eval.metrics(result))
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """A checkpoint of the last whole step."""
+        """A checkpoint of the last whole step, with the groups of the next one if they are there."""
         self._at(f"saving the checkpoint of step {self.learner.step}")
-        statistics = {"guards": self.guards.state}
-        checkpoints.save(self.learner.step, self.learner.state, self.learner.identity | {"statistics": statistics})
+        extra = self.learner.identity | {"statistics": {"guards": self.guards.state}}
+        if self._next and self.hosts.first:
+            extra["next"] = self._next.as_json()
+        checkpoints.save(self.learner.step, self.learner.state, extra)
 
     def _end(self) -> None:
         self._told_to_end = True
@@ -302,6 +360,10 @@ class Trainer:
 
     def _tell(self, phase: str) -> None:
         self.hosts.at(f"step {self.learner.step + 1}, {phase}")
+
+    def _sampled(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A phase of the collection; beside an update it is none of the step's."""
+        return contextlib.nullcontext() if self._ahead else self._timed(name)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rti_jax import batching, checkpoint, distillation, frozen, resume, runs
@@ -22,6 +24,9 @@ class Learner:
 
     Args:
       tasks: of the run; what is replayed (`rti.replay`) is played on them. hosts: of the run; None: this process alone.
+
+    Attributes:
+      step: steps that were made. extra: what the checkpoint that was restored holds beside the state.
     """
 
     def __init__(
@@ -32,11 +37,11 @@ class Learner:
         self.state = init_state(policy.params, optimizer, policy.mesh, offload=config.optimizer.offload)
         self.step = 0
         self.identity = resume.identity(config, tasks)
-        self.statistics: dict[str, Any] = {}  # that go on over steps, as the checkpoint has them
+        self.extra: dict[str, Any] = {}
+        self._held: Any = None  # parameters that `score` uses in the place of the state's
         self._restore(run)
-        recompute = config.loss.behavior == "recompute"
-        self._on_policy = recompute and config.optimizer.minibatches == 1
-        self._recompute = recompute and not self._on_policy
+        self._on_policy = config.on_policy
+        self._recompute = config.loss.behavior == "recompute" and not self._on_policy
         self._logprobs = make_logprobs_step(policy.model, config, policy.mesh)
         by_source = config.rti.enabled or config.loss.baseline == "luffy"
         self._update = make_update_step(
@@ -57,22 +62,29 @@ class Learner:
         if newest is None and not hosts.alone:
             return
         if restored := checkpoint.restore(run.checkpoints, self.state, newest):
-            self.state, self.step = restored.state, restored.step
+            self.state, self.step, self.extra = restored.state, restored.step, restored.extra
             if self.step > config.steps:
                 raise ConfigError(
                     f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
                     "or give another name="
                 )
             changed = resume.check(restored.extra, self.identity, run.folder)
-            self.statistics = restored.extra.get("statistics", {})
             if hosts.first:
                 for line in changed:
                     print(f"changed since this run was started: {line}")
                 print(f"going on from the checkpoint after step {self.step}")
 
     def score(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[np.ndarray]:
-        """Log-probabilities of responses under the current weights, at the rollout temperature."""
-        return self._scorer.score(self.state.params, rows)
+        """Log-probabilities of responses under the current weights (or those held), at the rollout temperature."""
+        return self._scorer.score(self.state.params if self._held is None else self._held, rows)
+
+    def hold(self) -> None:
+        """Until `release`, scores are under a copy of the weights of now: an update donates its own."""
+        self._held = jax.tree.map(jnp.copy, self.state.params)
+
+    def release(self) -> None:
+        """Scores are under the current weights again."""
+        self._held = None
 
     def pack(
         self, groups: Sequence[Group], numbers: range | None = None, total: int | None = None

@@ -71,6 +71,7 @@ class Watchdog:
         self._end = end or self._exit
         self.interval = min(INTERVAL, limit / 4)
         self._marks, self._life, self._place = 0, 0, "the start"
+        self._marking = threading.Lock()
         self._seen: dict[int, tuple[Any, float]] = {}  # last report of each host and when it was new
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -83,8 +84,9 @@ class Watchdog:
 
     def mark(self, place: str | None = None) -> None:
         """This host has come further; every host must pass the same marks. None: the place is the same."""
-        self._place = place or self._place
-        self._marks += 1
+        with self._marking:  # what is sampled beside an update marks from a thread of its own
+            self._place = place or self._place
+            self._marks += 1
 
     def alive(self) -> None:
         """A sign of life between two marks."""

@@ -160,7 +160,7 @@ class TestStopwatch:
 
         config = stand_in.make_config()
         trainer = object.__new__(train.Trainer)
-        trainer.config, trainer.hosts = config, Hosts()
+        trainer.config, trainer.hosts, trainer._next = config, Hosts(), None
         trainer.learner = types.SimpleNamespace(
             step=0, pack=taking(1.0), update=taking(2.0, {"optimizer/updates": 0.0}), replay=None
         )

@@ -115,6 +115,25 @@ def test_eight_devices_have_the_same_first_loss(runs):
     np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
+def test_sampling_beside_the_update_is_one_version_behind(tmp_path):
+    train(tmp_path, "beside", "steps=3", "rollout.staleness=1", "eval.limit=1", "eval.trials=1")
+    run = tmp_path / "beside"
+    steps, versions = lines(run), []
+    for n, line in enumerate(steps, 1):
+        played = [json.loads(text) for text in (run / "trajectories" / f"step_{n:06d}.jsonl").open()]
+        versions.append({turn["policy_version"] for trajectory in played for turn in trajectory["turns"]})
+        assert np.isfinite(line["loss/total"]) and line["optimizer/updates"] == 1  # else no new version
+        assert line["mismatch/after_max"] < 1e-4
+    assert versions == [{0}, {0}, {1}]
+    assert [line["rollout/staleness"] for line in steps] == [0, 1, 1]
+    assert sum(line["rti/replaced"] for line in steps) >= 1
+    # the engine's log-probabilities, of the weights of now in the first step and of those before in the others
+    first, *others = (abs(line["policy/ratio"] - 1) for line in steps)
+    assert first < 1e-4 and all(1e-6 < gap < 0.5 for gap in others)
+    assert all(line["overlap/hidden_seconds"] > 0 for line in steps[:-1])
+
+
 @pytest.fixture(scope="module")
 def two(runs):
     """The same run by two processes with an engine each, stopped after one step and continued."""
