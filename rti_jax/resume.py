@@ -33,7 +33,7 @@ def check(old: Mapping[str, Any], new: Mapping[str, Any], run: pathlib.Path) -> 
         for each.
     """
     changed = []
-    if "trained" in old and (difference := _difference(old["trained"], new["trained"])):
+    if difference := _difference(old.get("trained"), new.get("trained")):
         changed.append(f"tasks that are trained (env.split, rollout.tasks): {difference}")
     before = old.get("files", {})
     changed += [
@@ -46,7 +46,7 @@ def check(old: Mapping[str, Any], new: Mapping[str, Any], run: pathlib.Path) -> 
             f"{run} was started with other files than are there now; give them back, or start anew with another "
             "name=...\n" + "\n".join(f"  {line}" for line in changed)
         )
-    if "held_out" in old and (difference := _difference(old["held_out"], new["held_out"])):
+    if difference := _difference(old.get("held_out"), new.get("held_out")):
         return [f"tasks that are evaluated (eval.split, eval.tasks, eval.limit): {difference}"]
     return []
 
@@ -63,9 +63,9 @@ def _files(config: Config) -> dict[str, str]:
     return found
 
 
-def _difference(old: Sequence[str], new: Sequence[str]) -> str:
-    """How two lists of task ids differ, in words; empty if they do not."""
-    if old == new:
+def _difference(old: Sequence[str] | None, new: Sequence[str] | None) -> str:
+    """How two lists of task ids differ, in words; empty if they do not, or one is not known."""
+    if old is None or new is None or old == new:
         return ""
     parts = [
         f"{sign} {task}" + (f" and {len(tasks) - 1} more" if len(tasks) > 1 else "")
