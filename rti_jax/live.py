@@ -39,13 +39,13 @@ class Display:
     """
 
     def __init__(self, console: Console, steps: int, step: int = 0, lines: Iterable[Mapping[str, Any]] = ()):
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        eta = TextColumn("ETA"), TimeRemainingColumn()
+        columns = TextColumn("{task.description}"), BarColumn()
+        times = TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()
         # The estimate is over all steps of this process: one may take an hour.
-        self._whole = Progress(*columns, TimeElapsedColumn(), *eta, console=console, speed_estimate_period=1e9)
+        self._whole = Progress(*columns, MofNCompleteColumn(), *times, console=console, speed_estimate_period=1e9)
         self._now = Progress(*columns, TextColumn("{task.fields[queue]}"), console=console)
         self._steps = self._whole.add_task("steps", total=steps, completed=step)
-        self._phase = self._now.add_task("", total=None, queue="")
+        self._phase = self._now.add_task("", total=None, queue="", visible=False)
         self._totals: collections.Counter[str] = collections.Counter()
         self._broken: collections.Counter[str] = collections.Counter()  # of the step in progress
         self._last: Mapping[str, Any] = {}
@@ -65,29 +65,31 @@ class Display:
         """From now on shows what each role has cost since the last step, and how many of `at_once` episodes run."""
         self._usage, self._at_once = usage, at_once
 
-    def phase(self, name: str) -> None:
-        self._now.reset(self._phase, description=name, total=None, queue="")
+    def phase(self, name: str, total: int | None = None) -> None:
+        """What is going on now, in `total` parts if that is known."""
+        self._now.remove_task(self._phase)  # one that had a total cannot be without again
+        self._phase = self._now.add_task(name, total=total, queue=self._queue(0, total) if total else "")
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
         """Gives a function to call with an episode that is done, or with anything."""
-        self._now.reset(self._phase, description=name, total=total, queue=self._queue(total))
+        self.phase(name, total)
 
         def done(episode: Any = None, *_) -> None:
             status = getattr(episode, "status", Status.SUCCESS)
             if status not in (Status.SUCCESS, Status.FAILURE):
                 self._broken[f"rollout/{status}"] += 1
-            left = total - int(self._now.tasks[0].completed) - 1
-            self._now.update(self._phase, advance=1, queue=self._queue(left))
+            count = int(self._now.tasks[0].completed) + 1
+            self._now.update(self._phase, completed=count, queue=self._queue(count, total))
 
         yield done
-        self._now.update(self._phase, queue="")
 
     def step(self, step: int, line: Mapping[str, Any]) -> None:
         """A step is recorded."""
         self._add(line)
         self._broken.clear()
         self._whole.update(self._steps, completed=step)
+        self._live.refresh()
 
     def render(self) -> RenderableType:
         """The picture of now."""
@@ -101,9 +103,10 @@ class Display:
         self._totals.update({name: v for name, v in line.items() if isinstance(v, int | float)})
         self._last = line
 
-    def _queue(self, left: int) -> str:
+    def _queue(self, done: int, total: int) -> str:
+        left = max(0, total - done)
         running = min(left, self._at_once or left)
-        return f"{running} in flight, {left - running} waiting" if left > 0 else ""
+        return f"{done}/{total}" + (f"   {running} in flight, {left - running} waiting" if left else "")
 
     def _facts(self) -> Text:
         before, after = (self._last.get(f"rollout/{end}_success") for end in ("pre", "post"))

@@ -31,11 +31,14 @@ class WandbRun:
     """A run of Weights & Biases; its files, those of offline mode included, are in the run folder."""
 
     def __init__(self, config: Config, folder: pathlib.Path, run_id: str, described: dict[str, Any]):
+        import requests.utils  # a requirement of wandb's
         import wandb
 
-        own = config.logging
-        if own.mode == "online" and not wandb.Api().api_key:  # it would ask for one at a terminal
-            raise ConfigError("wandb has no API key: `wandb login`, or WANDB_API_KEY")
+        own, settings = config.logging, wandb.setup().settings
+        mode = own.mode if own.mode == "offline" else settings.mode  # $WANDB_MODE, else online
+        login = settings.api_key or settings.identity_token_file or requests.utils.get_netrc_auth(settings.base_url)
+        if mode == "online" and not login:  # at a terminal it would ask, and wait
+            raise ConfigError("it has no API key: `wandb login`, or WANDB_API_KEY")
         self._run = wandb.init(
             project=own.project,
             entity=own.entity or None,
@@ -44,7 +47,7 @@ class WandbRun:
             name=config.name,
             id=run_id,
             resume="allow",
-            mode=own.mode,
+            mode=mode,
             dir=str(folder),
             config=described,
             # The terminal's text, the command line and a git remote may hold secrets: they stay here.

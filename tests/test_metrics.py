@@ -212,6 +212,17 @@ class TestStopwatch:
         assert capsys.readouterr().out.splitlines()[-1].endswith("| 0.250 | 10.0% |")
 
 
+class TestOverHosts:
+    def test_counts_add_up_and_shares_are_means_of_those_that_have_one(self):
+        one = {"engine/restarts": 1.0, "engine/queued_seconds": 2.5, "engine/prefix_share": 0.5}
+        two = {"engine/restarts": 2.0, "engine/queued_seconds": 0.5, "engine/prefix_share": 0.25}
+        idle = {"engine/restarts": 0.0, "engine/queued_seconds": 0.0, "engine/prefix_share": math.nan}
+        expected = {"engine/restarts": 3.0, "engine/queued_seconds": 3.0, "engine/prefix_share": 0.375}
+        assert metrics.over_hosts([one, two, idle]) == expected
+        assert math.isnan(metrics.over_hosts([idle])["engine/prefix_share"]) and metrics.over_hosts([one]) == one
+        assert metrics.over_hosts([{}]) == {}
+
+
 class TestNames:
     def test_the_page_is_the_table(self):
         text = (ROOT / "docs" / "metrics.md").read_text()

@@ -49,7 +49,9 @@ class Run:
 @pytest.fixture
 def services(monkeypatch):
     """Fake packages; `runs` are those that were begun, `calls` what was called."""
-    found = types.SimpleNamespace(runs=[], calls=[], key="k", error=None)
+    found = types.SimpleNamespace(runs=[], calls=[], error=None)
+    own = {"api_key": "k", "identity_token_file": None, "base_url": "http://localhost:9", "mode": "online"}
+    found.settings = types.SimpleNamespace(**own)
 
     def init(**given):
         if found.error:
@@ -62,7 +64,7 @@ def services(monkeypatch):
         module.__spec__ = importlib.util.spec_from_loader(name, None, origin="here")
         module.init = init
         module.Settings = lambda **options: options
-        module.Api = lambda: types.SimpleNamespace(api_key=found.key)
+        module.setup = lambda: types.SimpleNamespace(settings=found.settings)
         monkeypatch.setitem(sys.modules, name, module)
     return found
 
@@ -143,11 +145,19 @@ class TestFaults:
         ):
             trackers.Trackers(config(name), tmp_path)
 
-    def test_a_missing_login_is_not_asked_for(self, services, tmp_path):
-        services.key = None
-        with pytest.raises(ConfigError, match="wandb has no API key: `wandb login`"):
+    def test_a_missing_login_is_not_asked_for(self, services, tmp_path, monkeypatch):
+        netrc = tmp_path / "netrc"
+        monkeypatch.setenv("NETRC", str(netrc))
+        services.settings.api_key = None
+        with pytest.raises(ConfigError, match=r"wandb did not start \(it has no API key: `wandb login`"):
             trackers.Trackers(config("wandb"), tmp_path)
         trackers.Trackers(config("wandb", mode="offline"), tmp_path)
+        services.settings.mode = "offline"  # WANDB_MODE
+        trackers.Trackers(config("wandb"), tmp_path)
+        services.settings.mode = "online"
+        netrc.write_text("machine localhost login user password k\n")
+        trackers.Trackers(config("wandb"), tmp_path)
+        assert [run.given["mode"] for run in services.runs] == ["offline", "offline", "online"]
 
     def test_a_run_goes_on_without_a_service_that_is_down(self, services, name, tmp_path, caplog):
         trackers.Trackers(config(name), tmp_path)
