@@ -51,6 +51,9 @@ SYNONYMS = {
     "gpu_memory_utilization": "engine.memory_fraction",
     "save_steps": "checkpoint.every",
     "eval_steps": "eval.every",
+    "report_to": "logging.sinks",
+    "wandb_project": "logging.project",
+    "max_hours": "stop.hours",
 }
 
 

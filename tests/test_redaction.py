@@ -11,6 +11,7 @@ import pytest
 
 from rti_jax import config as config_lib
 from rti_jax import redaction, runs
+from rti_jax.eval_setup import Identity, Setup
 from rti_jax.types import Group, Status, Trajectory, Turn
 
 KEY = "k3y-0f+an/endpoint"
@@ -134,6 +135,15 @@ class TestFiles:
         assert line["info"]["error"] == "user at http://***@h/v1: 401 no such key ***"
         assert line["messages"][0]["content"] == "bad key ***, see http://h/?key=public"
         assert line["status"] == "user_error" and line["turns"][0]["response_ids"] == [3]
+
+    def test_what_an_evaluation_was_made_with_has_none_and_is_compared_without(self, tmp_path):
+        env = {"name": "mcp", "headers": {"Authorization": "Bearer literal-secret"}}
+        policy = Identity("eval.endpoint.url", "m at http://ada:wonderland@h/v1", "digest")
+        setup = Setup("eval", config_lib.Config(env=env), policy, ("t",), {"judge": "j at http://ada:wonderland@h/v1"})
+        setup.write(tmp_path / "a.setup.yaml")
+        text = (tmp_path / "a.setup.yaml").read_text()
+        assert "literal-secret" not in text and "wonderland" not in text and "m at http://***@h/v1" in text
+        assert Setup.read(tmp_path / "a.setup.yaml").differences(setup) == []
 
 
 class TestLogs:
