@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rti_jax import launcher
+from rti_jax import launcher, redaction
 
 
 class _Boundary(typer.core.TyperGroup):
@@ -34,8 +34,8 @@ class _Boundary(typer.core.TyperGroup):
             if code is None:
                 raise
             if os.environ.get("RTI_DEBUG", "0") not in ("", "0"):
-                traceback.print_exc()
-            for line in message.splitlines():
+                sys.stderr.write(redaction.redact(traceback.format_exc()))
+            for line in redaction.redact(message).splitlines():
                 print(line if line.startswith("  ") else f"error: {line}", file=sys.stderr)
             raise typer.Exit(code) from None
 
@@ -110,9 +110,9 @@ def _check_model(config: Any) -> None:
 
 
 def _print_resolved(config: Any) -> None:
-    from rti_jax.config import resolved_yaml
+    from rti_jax.config import resolved_yaml, without_secrets
 
-    sys.stdout.write(resolved_yaml(config))
+    sys.stdout.write(resolved_yaml(without_secrets(config)))
 
 
 @app.command()
@@ -169,6 +169,10 @@ def _load_policy(
         place = [f"runs_dir={json.dumps(str(path.parent))}", f"name={json.dumps(path.resolve().name)}"]
         place.append('hosts.coordinator=""')  # of the training
         config = export.run_config(path, [*place, *overrides], environments.env_config)
+        if hidden := redaction.hidden_keys(config.model_dump()):
+            from rti_jax.config import ConfigError
+
+            raise ConfigError(f"{path}/config.yaml has no secrets; give {hidden[0]}=... again, e.g. from $VARIABLE")
         if step is None and not config.eval.endpoint.url:
             step = "newest"
     if model and not config.eval.endpoint.url:
@@ -693,8 +697,14 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the `rti` command."""
-    app(prog_name="rti", obj=launcher.launch)
+    """Entry point of the `rti` command; nothing that it logs or raises shows a secret."""
+    redaction.learn_environment()
+    redaction.guard_logs()
+    try:
+        app(prog_name="rti", obj=launcher.launch)
+    except Exception:  # a bug: its traceback, and the exit code that Python gives it
+        sys.stderr.write(redaction.redact(traceback.format_exc()))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ With `rollout.max_rounds` above 1 (DAPO's dynamic sampling, arXiv 2503.14476) a 
 groups have a gradient, intervention included. On several hosts each plays its share of the tasks.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -112,11 +113,16 @@ class Collection:
             raise EngineError(f"no episode of step {step + 1} could be played: {summary.first_error(played)}")
         trained = capped(groups, rollout.groups_per_step)
         numbers = range(len(trained)) if hosts.alone else own  # on several hosts there is one round, and no surplus
-        gathered = hosts.collect((played, groups, self.roles.pop_usage() if self.intervenes else {}))
+        costs = self.roles.pop_usage() if self.intervenes else {}, self.player.pop_usage()
+        gathered = hosts.collect((played, groups, *costs))
         if not hosts.first:
             return Collected(trained, numbers, len(tasks), trained, {"rollout/groups": float(len(tasks))})
         before, after = (hosts.in_order([part[i] for part in gathered]) for i in (0, 1))
         metrics = summary.group_metrics(before, tasks) | {"rollout/rounds": float(len(guided))}
+        policy = added([{"policy": part[3]} for part in gathered])["policy"]
+        metrics |= {f"rollout/policy_{name}": float(cost) for name, cost in dataclasses.asdict(policy).items()}
+        if not self.player.offers_tools:
+            del metrics["rollout/tool_calls"]
         metrics |= {name: sum(counts[name] for counts in guided) for name in guided[0]}
         if self.intervenes:
             usage = added([part[2] for part in gathered])

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import pydantic
 
-from rti_jax import config_errors, strict_yaml
+from rti_jax import config_errors, redaction, strict_yaml
 
 
 class ConfigError(Exception):
@@ -303,10 +303,36 @@ class EvalConfig(Section):
 
 
 class StopConfig(Section):
-    """What ends a run that goes on but no longer learns."""
+    """What ends a run before its steps are done: a budget, or that it goes on but no longer learns."""
 
+    tokens: int | None = pydantic.Field(None, ge=1)  # sampled in the steps of the run, all roles; null = no limit
+    hours: float | None = pydantic.Field(None, gt=0, allow_inf_nan=False)  # wall time of the run, resumes included
     nonfinite_steps: int = pydantic.Field(5, ge=1)  # steps in a row whose gradient is not finite; ours
     dropped_steps: int = pydantic.Field(5, ge=1)  # steps in a row in which no group has two valid members; ours
+
+
+class AlarmsConfig(Section):
+    """What is warned of, and after how many in a row; null turns an alarm off. All numbers are ours."""
+
+    constant_reward: int | None = pydantic.Field(10, ge=1)  # steps without a group that has successes and failures
+    no_tool_calls: int | None = pydantic.Field(3, ge=1)  # steps without a readable tool call, where tools are offered
+    never_accepted: int | None = pydantic.Field(50, ge=1)  # intervened episodes without an accepted correction
+    steps: int = pydantic.Field(3, ge=1)  # of the alarms below
+    truncated: float | None = pydantic.Field(0.9, gt=0, le=1)  # share of episodes that are cut at a token limit
+    mismatch: float | None = pydantic.Field(0.1, gt=0)  # mean |engine - learner| log-probability, in nats
+    entropy: float | None = pydantic.Field(0.001, gt=0)  # of the policy at its trained tokens, in nats: below it
+
+
+class LoggingConfig(Section):
+    """Where metrics go beside metrics.jsonl and TensorBoard (docs/observability.md)."""
+
+    sinks: list[Literal["wandb", "trackio"]] = []  # Weights & Biases, Trackio; pip install "rti-jax[logging]"
+    project: str = pydantic.Field("rti-jax", min_length=1)
+    entity: str = ""  # wandb: user or team; empty = the account's default
+    group: str = ""  # of runs, e.g. the seeds of one method
+    tags: list[str] = []
+    mode: Literal["online", "offline"] = "online"  # offline: on this machine alone, `wandb sync` sends it later
+    space: str = ""  # trackio: a Hugging Face Space, or the URL of a Trackio server; empty = on this machine alone
 
 
 class CheckpointConfig(Section):
@@ -338,6 +364,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -474,6 +502,7 @@ def load_config(
     given = [apply_override(data, override) for override in overrides]
     origin: Origin = lambda key: _origin(key, given, path)  # noqa: E731
     config = validate(data, schema, origin)
+    redaction.learn_config(config.model_dump())
     if check_env:
         check_env(config.env, origin)
     return config
@@ -554,6 +583,11 @@ def validate(data: dict[str, Any], schema: type[SchemaT], origin: Origin = lambd
 def resolved_yaml(config: pydantic.BaseModel) -> str:
     """All keys with their values, as YAML that `load_config` reads back to an equal config."""
     return strict_yaml.dump(config.model_dump(mode="python"))
+
+
+def without_secrets(config: SchemaT) -> SchemaT:
+    """The config as it may be shown, and kept in a run folder."""
+    return validate(redaction.described(config.model_dump()), type(config))
 
 
 def save_resolved(config: pydantic.BaseModel, path: str | pathlib.Path) -> None:

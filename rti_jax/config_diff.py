@@ -13,6 +13,8 @@ HARMLESS = (
     "eval",
     "checkpoint",
     "stop",
+    "alarms",
+    "logging",
     "engine",
     "mesh",
     "hosts",

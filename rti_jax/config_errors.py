@@ -55,6 +55,9 @@ SYNONYMS = {
     "max_async_level": "rollout.staleness",
     "max_head_offpolicyness": "rollout.staleness",
     "async_generation_ratio": "rollout.staleness",
+    "report_to": "logging.sinks",
+    "wandb_project": "logging.project",
+    "max_hours": "stop.hours",
 }
 
 

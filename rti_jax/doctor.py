@@ -24,6 +24,7 @@ from rti_jax import config as config_lib
 from rti_jax import doctor_chat, doctor_engine, doctor_rehearsal, doctor_setup
 from rti_jax.doctor_records import Check, Finding, Status, Subject, failure, not_applicable
 from rti_jax.engine_errors import EngineError
+from rti_jax.redaction import redact
 
 CHECKS = (
     Check("model", doctor_setup.model),
@@ -104,11 +105,12 @@ async def examine(
 async def _run(check: Check, subject: Subject) -> Finding:
     """A check's finding; what it raises is a failure."""
     try:
-        return await check.run(subject)
+        finding = await check.run(subject)
     except Exception as error:
         if os.environ.get("RTI_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc(file=sys.stderr)
-        return failure(_one_line(error), ADVICE)
+            sys.stderr.write(redact(traceback.format_exc()))
+        finding = failure(_one_line(error), ADVICE)
+    return dataclasses.replace(finding, message=redact(finding.message))
 
 
 def _one_line(error: Exception) -> str:

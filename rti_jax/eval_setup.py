@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Mapping
 
 from rti_jax import config_diff, config_errors, strict_yaml
-from rti_jax.config import Config, ConfigError, validate
+from rti_jax.config import Config, ConfigError, validate, without_secrets
+from rti_jax.redaction import redact
 
 # Config keys that change what is played. Not those of how fast it runs, and not eval.trials: an episode's seeds are
 # those of its trial, so more trials only add to what is there.
@@ -48,7 +49,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What episodes are made with.
+    """What episodes are made with; without secrets, since it is kept beside them.
 
     Attributes:
       purpose: the random stream, e.g. "eval". tasks: ids, in order.
@@ -60,6 +61,15 @@ class Setup:
     policy: Identity
     tasks: tuple[str, ...]
     asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        shown = {
+            "config": without_secrets(self.config),
+            "policy": dataclasses.replace(self.policy, name=redact(self.policy.name)),
+            "asked": {role: redact(model) for role, model in self.asked.items()},
+        }
+        for name, value in shown.items():
+            object.__setattr__(self, name, value)
 
     def differences(self, new: "Setup") -> list[str]:
         """What is different in `new`, a line each."""

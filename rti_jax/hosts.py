@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rti_jax import wire
 from rti_jax.config import Config, ConfigError, HostsConfig
+from rti_jax.redaction import redact
 from rti_jax.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -127,7 +128,7 @@ class Hosts:
             return
         if error is not None:
             self._failure = 130 if kind is KeyboardInterrupt else 2 if kind is ConfigError else 1
-            self._watchdog.fail(" ".join(f"{kind.__name__}: {error}".split())[:300])
+            self._watchdog.fail(redact(" ".join(f"{kind.__name__}: {error}".split())[:300]))
             return
         import jax
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rti_jax.gate import GateReason
 from rti_jax.intervention import triggered
-from rti_jax.roles import RoleUsage
-from rti_jax.types import Group, IntervenedRollout, RejectReason
+from rti_jax.types import Group, IntervenedRollout, RejectReason, RoleUsage
 
 
 def statistics(groups: Sequence[Group], usage: Mapping[str, RoleUsage] | None = None) -> dict[str, float]:

@@ -19,6 +19,11 @@ NAMES: dict[str, str] = {
     "rollout/turns": "mean turns of a valid episode",
     "rollout/sampled_tokens": "all tokens sampled in the step: rollouts, intervened episodes and roles",
     "rollout/tokens": "sampled tokens of valid episodes",
+    "rollout/tool_calls": "tool calls of valid episodes that could be read (environments that offer tools)",
+    "rollout/policy_calls": "turns that the policy sampled as the agent, in intervened and broken episodes too",
+    "rollout/policy_prompt_tokens": "their prompt tokens",
+    "rollout/policy_tokens": "their sampled tokens",
+    "rollout/policy_seconds": "seconds of these requests, added up over concurrent ones",
     "rollout/rounds": "rounds of tasks that the step played (rollout.max_rounds)",
     "rollout/truncated": "episodes cut by sampling.max_context or a token limit; a failure unless configured otherwise",
     "rollout/environment_error": "episodes that the environment broke; not in any mean",
@@ -135,6 +140,14 @@ NAMES: dict[str, str] = {
     "rollout.staleness=1 rollout is what the step waits for its next batch after the update, help included",
     "overlap/sampling_seconds": "rollout.staleness=1: seconds in which the next batch was sampled, beside this update",
     "overlap/hidden_seconds": "of these, seconds in which the update ran; the others are in time/rollout",
+    "run/sampled_tokens": "sampled tokens of the run so far (stop.tokens): the sum of rollout/sampled_tokens",
+    "run/wall_seconds": "seconds of the run so far, over its resumes (stop.hours); without the starts of vLLM",
+    "alarms/constant_reward": "1 while no group has both a success and a failure (alarms.constant_reward)",
+    "alarms/truncated": "1 while nearly all episodes are cut at a token limit (alarms.truncated)",
+    "alarms/mismatch": "1 while engine and learner are far apart (alarms.mismatch)",
+    "alarms/entropy": "1 while the policy's entropy is next to nothing (alarms.entropy)",
+    "alarms/no_tool_calls": "1 while no tool call of the policy can be read (alarms.no_tool_calls)",
+    "alarms/never_accepted": "1 while no correction is accepted (alarms.never_accepted)",
     "engine/retried_requests": "requests asked once more, since what was to answer them died, hung or was wrong",
     "engine/restarts": "vLLM engines and servers that were started again, with the weights of now",
     "engine/servers": "servers of engine.kind=server",
@@ -155,8 +168,8 @@ NAMES: dict[str, str] = {
 HEADER = """# Metrics
 
 `metrics.jsonl` in the run folder has a line for each step: `{"step": 3, "group/name": value, ...}`. A value that is not
-a finite number, e.g. a mean over nothing, is `null` or absent. TensorBoard files have the same names. Counts are of
-one step. `rti report` draws them.
+a finite number, e.g. a mean over nothing, is `null` or absent. TensorBoard files and the sinks of `logging.sinks`
+have the same names (docs/observability.md). Counts are of one step and of all hosts. `rti report` draws them.
 
 | name | meaning |
 |---|---|

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard files, and the terminal.
+"""Where a run's numbers go: metrics.jsonl, TensorBoard files, the sinks of `logging.sinks`, and the terminal.
 
 metrics.jsonl has exactly one line for each step, also when a run is killed and continued: lines after the restored
 step are cut off before the first new one. Names are described in rti_jax/metric_names.py (docs/metrics.md).
@@ -10,14 +10,17 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rti_jax import live
 from rti_jax.board import Board
+from rti_jax.config import Config
 from rti_jax.disk import writing
+from rti_jax.redaction import redact
+from rti_jax.trackers import Trackers
 
 QUIET = ("rollout", "intervention", "teacher", "update", "sync", "probe")  # phases of every step: no line of their own
 
@@ -46,6 +49,16 @@ class Stopwatch:
         """`time/PHASE` of each phase and `time/other`; their sum is the time since the stopwatch was made."""
         other = self._clock() - self._started - sum(self._seconds.values())
         return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/other": max(0.0, other)}
+
+
+def over_hosts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`engine/...` metrics of all hosts' engines: counts and seconds add up, a share is the hosts' mean."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part and math.isfinite(part[name])]
+        total = math.fsum(values)
+        found[name] = total if not name.endswith("_share") else total / len(values) if values else math.nan
+    return found
 
 
 def jsonable(value: float) -> float | int | None:
@@ -81,39 +94,62 @@ def truncate(path: pathlib.Path, step: int) -> None:
 
 
 class Recorder:
-    """Records steps and shows progress; a bar on a terminal, plain lines elsewhere.
+    """Records steps and shows progress: a display on a terminal (rti_jax/live.py), plain lines elsewhere.
 
     Args:
       folder: the run folder. steps: of the run in all.
       step: steps that are done already; lines after it are of steps that will be made again, and are cut off.
-      console: where progress is shown; default standard error.
+      console: where progress is shown; default standard error. trackers: where the numbers go as well.
     """
 
-    def __init__(self, folder: pathlib.Path, steps: int, step: int = 0, console: Console | None = None):
-        self._steps = steps
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        steps: int,
+        step: int = 0,
+        console: Console | None = None,
+        trackers: Trackers | None = None,
+    ):
+        self._steps, self._trackers = steps, trackers
         self._path = folder / "metrics.jsonl"
         self._console = console or Console(stderr=True)
-        self._live = self._console.is_terminal
         self._started, self._seen = time.monotonic(), set[str]()
         folder.mkdir(parents=True, exist_ok=True)
         with writing(self._path):
             truncate(self._path, step)
             self._file = self._path.open("a", encoding="utf-8")
             self._board = Board(folder / "tensorboard", step + 1)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._progress = Progress(*columns, console=self._console, disable=not self._live, transient=True)
-        self._overall = self._progress.add_task("steps", total=steps, completed=step)
-        self._current = self._progress.add_task("", total=None, visible=False)
+        self._display = None
+        if live.animated(self._console):
+            self._display = live.Display(self._console, steps, step, read_metrics(self._path))
+
+    @classmethod
+    def of(cls, config: Config, folder: pathlib.Path, step: int, console: Console | None = None) -> "Recorder":
+        """The recorder of a run, with the sinks that its config names. Raises ConfigError if one does not start."""
+        return cls(folder, config.steps, step, console, Trackers(config, folder))
 
     def __enter__(self) -> "Recorder":
-        self._progress.start()
+        if self._display:
+            self._display.start()
         return self
 
     def __exit__(self, *_) -> None:
-        self._progress.stop()
+        if self._display:
+            self._display.stop()
         for file in (self._file, self._board):
             with contextlib.suppress(OSError):  # lines are written as they come: all that can be left has failed before
                 file.close()
+        if self._trackers:
+            self._trackers.finish()
+
+    def watch(self, usage: Callable[[], live.Usage], at_once: int) -> None:
+        """Tells the display where it sees what each role costs, and how many episodes run at once."""
+        if self._display:
+            self._display.watch(usage, at_once)
+
+    def warn(self, text: str) -> None:
+        """A line that should not be missed."""
+        self._say(f"warning: {text}", style="bold yellow")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of one step. It is on disk when this returns."""
@@ -122,7 +158,8 @@ class Recorder:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         self._scalars(step, line)
-        self._progress.update(self._overall, completed=step)
+        if self._display:
+            self._display.step(step, line)
         self._say(f"step {step}/{self._steps}  {summary_line(line)}")
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
@@ -145,23 +182,27 @@ class Recorder:
 
     def phase(self, name: str) -> None:
         """Says what is going on now; phases of every step have no line of their own outside a terminal."""
-        self._progress.update(self._current, description=name, total=None, completed=0, visible=True)
-        if not self._live and name not in QUIET:
+        if self._display:
+            self._display.phase(name)
+        elif name not in QUIET:
             self._say(name)
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Gives a function to call, with anything, when one of `total` episodes is done."""
-        if not self._live and name not in self._seen:  # once: every step has rollouts
+        """Gives a function to call, with the episode or with anything, when one of `total` episodes is done."""
+        if self._display:
+            with self._display.episodes(name, total) as seen:
+                yield seen
+            return
+        if name not in self._seen:  # once: every step has rollouts
             self._seen.add(name)
             self._say(f"{name}: {total} episodes")
-        self._progress.update(self._current, description=name, total=total, completed=0, visible=total > 0)
-        yield lambda *_: self._progress.advance(self._current)
-        self._progress.update(self._current, visible=False)
+        yield lambda *_: None
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, style: str | None = None) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
-        self._console.print(f"[{minutes:3d}:{seconds:02d}] {text}", markup=False, highlight=False, soft_wrap=True)
+        line = f"[{minutes:3d}:{seconds:02d}] {redact(text)}"
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         with writing(self._path):
@@ -169,6 +210,8 @@ class Recorder:
                 if value is not None and name != "step":
                     self._board.add_scalar(name, value, step)
             self._board.flush()
+        if self._trackers:
+            self._trackers.log(step, values)
 
 
 class Unrecorded:
@@ -183,7 +226,7 @@ class Unrecorded:
     def _nothing(self, *_) -> None:
         pass
 
-    write = evaluation = roles = phase = _nothing
+    write = evaluation = roles = phase = watch = warn = _nothing
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:

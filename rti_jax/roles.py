@@ -25,7 +25,7 @@ from rti_jax.config import ConfigError, RoleConfig, RTIConfig, SamplingConfig
 from rti_jax.engine import Engine, GenerateRequest
 from rti_jax.engine_errors import CutOffError
 from rti_jax.rollout import TurnView
-from rti_jax.types import RejectReason
+from rti_jax.types import RejectReason, RoleUsage
 
 ROLES = ("validator", "corrector", "verifier")
 STYLES = pathlib.Path(__file__).with_name("prompts")
@@ -68,20 +68,13 @@ class Replacement:
     parsed: ParsedTurn
 
 
-@dataclasses.dataclass
-class RoleUsage:
-    """What a role has cost so far."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0  # sampled
-    seconds: float = 0.0  # summed over calls, which overlap
-
-
 def added(parts: Sequence[Mapping[str, RoleUsage]]) -> dict[str, RoleUsage]:
     """What each role has cost on all hosts."""
-    fields = [f.name for f in dataclasses.fields(RoleUsage)]
-    return {role: RoleUsage(*(sum(getattr(p[role], f) for p in parts) for f in fields)) for role in ROLES}
+    total = {role: RoleUsage() for part in parts for role in part}
+    for part in parts:
+        for role, usage in total.items():
+            usage.add(part[role])
+    return total
 
 
 class RolePrompts:
@@ -269,11 +262,7 @@ class Roles:
         return role_config(self.config, role).max_tokens or self.sampling.max_tokens
 
     def _count(self, role: str, prompt_tokens: int, tokens: int, started: float) -> None:
-        usage = self.usage[role]
-        usage.calls += 1
-        usage.prompt_tokens += prompt_tokens
-        usage.tokens += tokens
-        usage.seconds += time.monotonic() - started
+        self.usage[role].add(RoleUsage(1, prompt_tokens, tokens, time.monotonic() - started))
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:

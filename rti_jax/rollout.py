@@ -8,6 +8,7 @@ the run.
 
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from rti_jax.environments import EnvironmentSource, environment_source, load_env
 from rti_jax.limits import CLOSE_SECONDS, EpisodeTimeout, run_bounded, within
 from rti_jax.seeds import derive_seed
 from rti_jax.supervised import Supervised
-from rti_jax.types import Group, Status, Trajectory, Turn
+from rti_jax.types import Group, RoleUsage, Status, Trajectory, Turn
 
 __all__ = [
     "Player",
@@ -77,6 +78,10 @@ class Player:
 
     Args:
       config: `rollout`, `sampling` and `seed` are read.
+
+    Attributes:
+      usage: of the policy as the agent, in episodes that have ended, since `pop_usage`.
+      offers_tools: whether an episode so far had any for the policy.
     """
 
     def __init__(self, source: EnvironmentSource, chat: Chat, engine: Engine, config: Config):
@@ -84,6 +89,7 @@ class Player:
         self.chat = chat
         self.engine = engine
         self.config = config
+        self.usage, self.offers_tools = RoleUsage(), False
 
     @property
     def concurrency(self) -> int:
@@ -145,6 +151,11 @@ class Player:
             retries += 1
         return dataclasses.replace(trajectory, info=trajectory.info | {"retries": retries}) if retries else trajectory
 
+    def pop_usage(self) -> RoleUsage:
+        """What the policy has cost since the last call."""
+        usage, self.usage = self.usage, RoleUsage()
+        return usage
+
     def begin(self, task: Task, seat: Seat, sampling: SamplingConfig) -> "Episode":
         """An episode that has not been played; another kind of policy has another kind of episode."""
         return Episode(task, seat, self.chat, self.engine, sampling, self.config.rollout.step_timeout)
@@ -162,6 +173,8 @@ class Player:
             raise
         except EngineError as error:  # one request that failed, of the policy or of a role's endpoint
             status, reward, info = Status.ENVIRONMENT_ERROR, None, {"error": f"engine: {error}"}
+        self.usage.add(episode.usage)
+        self.offers_tools |= episode.offers_tools
         if status is Status.TRUNCATED and not (self.config.rollout.truncated_is_failure and episode.length):
             reward = None
         return Trajectory(
@@ -192,6 +205,7 @@ class Episode:
         self.step_seconds = step_seconds
         self.turns: list[Turn] = []
         self.replies = 0  # turns without token ids
+        self.usage, self.offers_tools = RoleUsage(), False
         self.messages: list[Message] = []  # for viewers and endpoints
         self._written: list[Message] = []  # the same with assistant turns as they were written, for a fresh render
 
@@ -220,6 +234,7 @@ class Episode:
         supervised = Supervised(environment, self.step_seconds)
         start = await supervised.reset(self.task)
         tools = tuple(start.tools)
+        self.offers_tools = bool(tools)
         self._show(start.messages)
         prompt_ids = self.chat.start(self._written, tools)
         for index in range(environment.max_turns):
@@ -245,6 +260,7 @@ class Episode:
         return self.outcome(await supervised.score())
 
     async def _sample(self, view: TurnView, room: int) -> tuple[Turn, ParsedTurn]:
+        started = time.monotonic()
         result = await self.engine.generate(
             GenerateRequest(
                 prompt_ids=view.prompt_ids,
@@ -254,6 +270,7 @@ class Episode:
                 stop_token_ids=self.chat.stop_ids,
             )
         )
+        self.usage.add(RoleUsage(1, len(view.prompt_ids), len(result.ids), time.monotonic() - started))
         turn = Turn(
             id=view.turn_id,
             prompt_ids=view.prompt_ids,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rti_jax import config as config_lib
-from rti_jax import config_diff
+from rti_jax import config_diff, redaction
 from rti_jax.disk import writing
 from rti_jax.types import Group, IntervenedRollout, Trajectory
 
@@ -75,8 +75,9 @@ def open_run(config: config_lib.Config) -> Run:
       ConfigError: a key that changes the algorithm differs, or the folder is something else's.
     """
     run = Run(config.run_dir)
+    config = config_lib.without_secrets(config)
     if run.config.is_file() and run.begun:
-        old = config_lib.load_config(run.config)
+        old = config_lib.without_secrets(config_lib.load_config(run.config))
         config_diff.check_resume(old, config)
         for difference in config_diff.differences(old, config):
             print(f"changed since this run was started: {difference}")
@@ -178,9 +179,13 @@ def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: 
 
 
 def plain(value: Any) -> Any:
-    """JSON's types; what is not a finite number becomes null."""
+    """JSON's types without known secrets; what is not a finite number becomes null."""
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {
+            str(k): redaction.redact(v) if k == "error" and isinstance(v, str) else plain(v) for k, v in value.items()
+        }
+    if isinstance(value, str):
+        return redaction.known_hidden(value)
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if isinstance(value, np.ndarray):

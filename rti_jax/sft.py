@@ -177,7 +177,7 @@ def run(config: SFTConfig) -> pathlib.Path:
     """Trains and writes the Hugging Face folder; returns its path."""
     started = time.monotonic()
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    config_lib.save_resolved(config, config.run_dir / "config.yaml")
+    config_lib.save_resolved(config_lib.without_secrets(config), config.run_dir / "config.yaml")
     env, tasks = make_environment(config)
     source = new_source(config, env, tasks) if config.init else check_folder(config.model.path)
     chat = Chat.from_folder(source, thinking=config.sampling.thinking)

@@ -18,6 +18,7 @@ import time
 import traceback
 from typing import Any
 
+from rti_jax import redaction
 from rti_jax.config import Config, ConfigError
 from rti_jax.study import FINAL
 
@@ -82,7 +83,7 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
         session = await EngineSession.begin(engine, weight_sync.FlaxWeights(policy.model, policy.params))
         learner = Learner(config, policy, run, tasks)
         console = Console(file=log, width=120)
-        with Recorder(run.folder, config.steps, learner.step, console) as recorder:
+        with Recorder.of(config, run.folder, learner.step, console) as recorder:
             trainer = Trainer(config, run, learner, session, tasks, recorder, others)
             await trainer.run()
             result = await evaluate_finally(trainer, evaluation, recorder)
@@ -124,9 +125,9 @@ async def serve(replies: Any) -> None:
                 config = load_config(job["source"], job["overrides"], check_env=environments.env_config)
                 await play(config, job["evaluation"], engines)
             except Exception as problem:  # this arm's; the others go on
-                error = " ".join(f"{type(problem).__name__}: {problem}".split())
+                error = redaction.redact(" ".join(f"{type(problem).__name__}: {problem}".split()))
                 if not isinstance(problem, ConfigError):
-                    traceback.print_exc()
+                    sys.stderr.write(redaction.redact(traceback.format_exc()))
                     await engines.close()  # the next job starts from a fresh one
             reply = {"name": job["name"], "error": error, "seconds": time.monotonic() - started}
             print(json.dumps(reply), file=replies, flush=True)
@@ -138,6 +139,7 @@ async def serve(replies: Any) -> None:
 def main() -> None:
     if len(sys.argv) > 1:
         os.sched_setaffinity(0, {int(sys.argv[1])})  # before JAX and torch count cores
+    redaction.guard_logs()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log, not between the replies
     with contextlib.suppress(asyncio.CancelledError):

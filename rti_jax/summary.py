@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.base import Task
+from rti_jax import budget, runs
 from rti_jax import config as config_lib
-from rti_jax import runs
 from rti_jax.disk import writing
 from rti_jax.metrics import read_metrics
 from rti_jax.types import Group, Status
@@ -34,6 +34,7 @@ def group_metrics(groups: Sequence[Group], tasks: Sequence[Task]) -> dict[str, f
         "rollout/groups_all_solved": sum(bool(g.valid) and all(t.success for t in g.valid) for g in groups),
         "rollout/turns": _share([len(t.turns) for t in valid]),
         "rollout/tokens": sum(len(turn.response_ids) for t in valid for turn in t.turns),
+        "rollout/tool_calls": sum(len(m.get("tool_calls") or ()) for t in valid for m in t.messages),
     }
     metrics |= {f"rollout/pre_success_{kind}": _share(wins) for kind, wins in by_kind.items()}
     metrics |= {f"rollout/{s.value}": statuses[s] for s in Status if s not in (Status.SUCCESS, Status.FAILURE)}
@@ -115,9 +116,10 @@ def percent(estimate: Mapping[str, float] | None) -> str:
 def finished(run: runs.Run, config: config_lib.Config) -> str:
     """The closing text of a run: what changed, what the intervention did, and what to type next."""
     console = Console(width=100, record=True, file=_Nowhere())
-    files = {"before": run.evaluation(0), "after": run.evaluation(config.steps)}
+    step, spent = budget.end(config, run.folder)
+    files = {"before": run.evaluation(0), "after": run.evaluation(step)}
     results = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
-    console.print(f"[bold]{run.folder}[/bold]: {config.steps} steps are done. Percent, with 95% intervals over tasks:")
+    console.print(f"[bold]{run.folder}[/bold]: {step} steps are done. Percent, with 95% intervals over tasks:")
     if results:
         console.print(score_table(results))
     console.print(_ledger(run.folder / "metrics.jsonl", config))
@@ -128,11 +130,22 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     )
     console.print(
         f"Look at {run.report} in a browser; {run.export} is a Hugging Face folder for transformers and vLLM.\n"
-        f"Next: {following}\n"
-        f"This run is complete: more steps with steps={2 * config.steps}, anew with name=another, "
-        f"or remove {run.folder}."
+        f"Next: {following}\n" + _ending(run, config, spent)
     )
     return console.export_text()
+
+
+def _ending(run: runs.Run, config: config_lib.Config, spent: str) -> str:
+    """Why the run ended and how it goes on."""
+    if spent:
+        return (
+            f"{spent} ended this run before its {config.steps} steps were done. The same command goes on with a larger "
+            f"{spent.partition('=')[0]}, or null for none."
+        )
+    return (
+        f"This run is complete: more steps with steps={2 * config.steps}, anew with name=another, or remove "
+        f"{run.folder}."
+    )
 
 
 def _ledger(metrics: pathlib.Path, config: config_lib.Config) -> str:

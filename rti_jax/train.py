@@ -36,6 +36,7 @@ import numpy as np
 
 from rti_jax import (
     advantages,
+    budget,
     evaluate,
     frozen,
     luffy,
@@ -44,9 +45,11 @@ from rti_jax import (
     runs,
     summary,
     task_sets,
+    trackers,
     weight_sync,
 )
 from rti_jax import config as config_lib
+from rti_jax.alarms import Alarms
 from rti_jax.batching import PackedBatch
 from rti_jax.chat import Chat
 from rti_jax.checkpoint import Checkpoints
@@ -57,7 +60,7 @@ from rti_jax.frozen_servers import FrozenServers
 from rti_jax.guards import Guards
 from rti_jax.hosts import Hosts, join, own_servers
 from rti_jax.joint_scoring import JointScorer, Row
-from rti_jax.metrics import Recorder, Stopwatch, Unrecorded
+from rti_jax.metrics import Recorder, Stopwatch, Unrecorded, over_hosts, read_metrics
 from rti_jax.overlap import Beside
 from rti_jax.rollout import Player
 from rti_jax.run_tasks import RunTasks
@@ -89,8 +92,9 @@ def main(config: config_lib.Config) -> int:
 
 def _open(config: config_lib.Config) -> tuple[runs.Run, bool]:
     """The run folder, and whether the run is finished."""
+    trackers.check(config.logging)
     run = runs.open_run(config)
-    return run, run.finished(config.steps)
+    return run, run.finished(budget.end(config, run.folder).step)
 
 
 async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool:
@@ -103,7 +107,7 @@ async def _train(config: config_lib.Config, run: runs.Run, hosts: Hosts) -> bool
     config = own_servers(config, hosts)
     tasks = RunTasks.load(config)
     learner = Learner(config, load_policy(config), run, tasks, hosts)
-    with Recorder(run.folder, config.steps, learner.step) if hosts.first else Unrecorded() as recorder:
+    with Recorder.of(config, run.folder, learner.step) if hosts.first else Unrecorded() as recorder:
         recorder.phase("starting vLLM")
         hosts.at("starting vLLM")
         starting = asyncio.create_task(asyncio.to_thread(make_engine, config.model.path, config))
@@ -140,6 +144,8 @@ class Trainer:
         self._engines = list(dict.fromkeys([engine, *others.values()]))
         self.guards = Guards(config.stop, run.folder, self.hosts.index)
         self.guards.restore(learner.extra.get("statistics", {}).get("guards", {}))
+        lines = read_metrics(run.folder / "metrics.jsonl") if self.hosts.first else []  # up to the checkpoint
+        self.budget, self.alarms = budget.Budget(config.stop, lines), Alarms(config, lines)
         self._watch = Stopwatch()
         self._told_to_end, self._recorded = False, 0  # the last step whose line is on disk
         self._next: Collected | None = None  # sampled and not trained yet, with rollout.staleness
@@ -152,6 +158,7 @@ class Trainer:
         self.collect = Collection(
             config, tasks.trained, self.player, self.roles, self.scorer, teacher, recorder, self._sampled, self.hosts
         )
+        recorder.watch(lambda: {"policy": self.player.usage, **self.roles.usage}, self.player.concurrency)
 
     async def run(self) -> bool:
         """All steps that are left, evaluations, export and report. A cancelled run saves its last whole step.
@@ -166,21 +173,23 @@ class Trainer:
             if learner.step:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
+            spent = hosts.from_first(self.budget.spent)
             try:
-                if learner.step in (0, config.steps):
+                if learner.step in (0, config.steps) or spent:
                     await self.evaluate()
-                while learner.step < config.steps:
+                while learner.step < config.steps and not spent:
                     await self.step()
                     checkpoints.check()
                     overdue = time.monotonic() - saved_at > 60 * config.checkpoint.minutes
-                    states = hosts.exchange((self._told_to_end, overdue))
-                    ending, overdue = any(told for told, _ in states), states[0][1]
-                    if learner.step % config.checkpoint.every == 0 or overdue or learner.step == config.steps or ending:
+                    states = hosts.exchange((self._told_to_end, overdue, self.budget.spent()))
+                    ending, (_, overdue, spent) = any(told for told, _, _ in states), states[0]
+                    last = learner.step == config.steps or bool(spent)
+                    if learner.step % config.checkpoint.every == 0 or overdue or last or ending:
                         self.save(checkpoints)
                         saved, saved_at = learner.step, time.monotonic()
                     if ending:
                         return False
-                    if learner.step == config.steps or (config.eval.every and learner.step % config.eval.every == 0):
+                    if last or (config.eval.every and learner.step % config.eval.every == 0):
                         await self.evaluate()
             except BaseException:
                 # A save takes all hosts, and the others know of nothing. A step without its line is made again.
@@ -221,13 +230,21 @@ class Trainer:
                     if updated:
                         await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, n + 1)
                 with self._timed("probe"):
-                    gaps = self.hosts.exchange(await self.scorer.during(self.probe(collected.own)))
+                    gap = await self.scorer.during(self.probe(collected.own))
+                    gaps, faults = zip(*self.hosts.exchange((gap, self.engine.pop_metrics())), strict=True)
                     metrics["mismatch/after_max"] = max((g for g in gaps if not math.isnan(g)), default=math.nan)
+                    metrics |= over_hosts(faults)
             finally:
-                metrics |= self.engine.pop_metrics()
-                self.recorder.write(n + 1, metrics | self._watch.metrics())
+                self._record(n + 1, self.engine.pop_metrics() | metrics)  # without the probe this host's faults alone
                 self._recorded = n + 1
         self.guards.check(n + 1, metrics, packed)
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of a step, with the run's totals and alarms; process 0 has the metrics of all hosts."""
+        alarms, warnings = self.alarms.check(metrics)
+        self.recorder.write(step, {**metrics, **self._watch.metrics(), **self.budget.add(metrics), **alarms})
+        for warning in warnings:
+            self.recorder.warn(warning)
 
     def _sampling(self, n: int) -> Beside | None:
         """Begins with the groups of step n, under the weights of now; None if they wait for their turn."""
@@ -305,6 +322,7 @@ class Trainer:
             result, groups = await evaluate.evaluate(
                 self.player, held_out, self.config, on_episode=hosts.living(seen), hosts=hosts
             )
+        self.player.pop_usage()  # not the training's
         if self.config.eval.roles:
             await self.measure_roles()
         if hosts.first:
@@ -330,7 +348,7 @@ class Trainer:
                 on_episode=self.hosts.living(seen),
             )
             result, turns = await self.scorer.during(measuring)
-        self.roles.pop_usage()  # not the training's
+        self.roles.pop_usage(), self.player.pop_usage()  # not the training's
         parts = self.hosts.collect(turns)
         if not self.hosts.first:
             return

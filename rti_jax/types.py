@@ -182,6 +182,20 @@ class Trajectory:
         return tuple(t for t in self.turns if t.correction)
 
 
+@dataclasses.dataclass
+class RoleUsage:
+    """What the policy, or it in one of the three roles, has cost so far; the one record that grows."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0  # sampled
+    seconds: float = 0.0  # summed over calls, which overlap
+
+    def add(self, other: "RoleUsage") -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """One attempt of the corrector at one turn. `prompt_ids` is h_corr and holds evidence."""

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rti_jax import cli, engine_errors, launcher
-from rti_jax.config import Config, ConfigError, load_config
+from rti_jax.config import Config, ConfigError, load_config, save_resolved
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMANDS = (
@@ -293,3 +293,21 @@ def test_the_installed_command_reports_a_mistake_without_the_launchers_line(conf
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: unknown key rti.enabeld; did you mean rti.enabled?\n"
+
+
+class TestSecrets:
+    """What a config holds of them is neither printed nor kept; a run folder's policy asks for them again."""
+
+    GIVEN = ["env.name=mcp", "env.url=http://h/", "env.tasks={train: t, test: t}", "env.reward=m:r"]
+
+    def test_a_dry_run_shows_none(self, config):
+        config.write_text("")
+        done = rti("train", config, *self.GIVEN, "env.headers={Authorization: Bearer secret-4711}", "--dry-run")
+        assert done.exit_code == 0 and "secret-4711" not in done.output and "Authorization: '***'" in done.output
+
+    def test_a_run_folder_without_its_secret_says_which_one_it_needs(self, tmp_path):
+        keys = {"name": "mcp", "url": "http://h/", "tasks": {"train": "t"}, "reward": "m:r"}
+        hidden = Config(env=keys | {"headers": {"Authorization": "***"}})
+        save_resolved(hidden, tmp_path / "run" / "config.yaml")
+        done = rti("eval", tmp_path / "run")
+        assert done.exit_code == 2 and "give env.headers.Authorization=... again" in done.output

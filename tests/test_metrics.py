@@ -165,12 +165,14 @@ class TestStopwatch:
             step=0, pack=taking(1.0), update=taking(2.0, {"optimizer/updates": 0.0}), replay=None
         )
         trainer.engine = types.SimpleNamespace(
-            sleep=waiting(4.0), wake_up=waiting(8.0), pop_metrics=taking(16.0, {"engine/restarts": 0.0})
+            sleep=waiting(4.0), wake_up=waiting(8.0), pop_metrics=taking(8.0, {"engine/restarts": 0.0})
         )
         trainer._engines = [trainer.engine]
         trainer.run_folder = types.SimpleNamespace(trajectories=taking(0.0))
         trainer.recorder = types.SimpleNamespace(phase=taking(0.0), write=lambda n, found: written.append(found))
         trainer.guards = types.SimpleNamespace(check=taking(0.0))
+        trainer.alarms = types.SimpleNamespace(check=taking(16.0, ({}, [])))
+        trainer.budget = types.SimpleNamespace(add=taking(0.0, {}))
         trainer.scorer = types.SimpleNamespace(during=lambda job: job)
         trainer.probe = waiting(32.0, 0.25)
         monkeypatch.setattr(train, "Stopwatch", lambda: metrics.Stopwatch(clock))
@@ -189,8 +191,8 @@ class TestStopwatch:
             "time/rollout": 256.0,
             "time/update": 3.0,
             "time/sync": 8.0,
-            "time/probe": 32.0,
-            "time/other": 128.0 + 4.0 + 64.0 + 16.0,
+            "time/probe": 32.0 + 8.0,
+            "time/other": 128.0 + 4.0 + 64.0 + 8.0 + 16.0,
         }
         assert written[0]["mismatch/after_max"] == 0.25
 
@@ -208,6 +210,17 @@ class TestStopwatch:
                 with pytest.raises(SystemExit, match="has no time/other"):
                     benchmark()
         assert capsys.readouterr().out.splitlines()[-1].endswith("| 0.250 | 10.0% |")
+
+
+class TestOverHosts:
+    def test_counts_add_up_and_shares_are_means_of_those_that_have_one(self):
+        one = {"engine/restarts": 1.0, "engine/queued_seconds": 2.5, "engine/prefix_share": 0.5}
+        two = {"engine/restarts": 2.0, "engine/queued_seconds": 0.5, "engine/prefix_share": 0.25}
+        idle = {"engine/restarts": 0.0, "engine/queued_seconds": 0.0, "engine/prefix_share": math.nan}
+        expected = {"engine/restarts": 3.0, "engine/queued_seconds": 3.0, "engine/prefix_share": 0.375}
+        assert metrics.over_hosts([one, two, idle]) == expected
+        assert math.isnan(metrics.over_hosts([idle])["engine/prefix_share"]) and metrics.over_hosts([one]) == one
+        assert metrics.over_hosts([{}]) == {}
 
 
 class TestNames:
