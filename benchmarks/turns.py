@@ -200,7 +200,7 @@ def _lines(path: str) -> list[str]:
 
 def write(output: pathlib.Path, what: str, result: Mapping[str, Any], text: str, on: Mapping[str, Any]) -> None:
     """Writes OUTPUT.json and OUTPUT.md, both with the command and the machine."""
-    command = " ".join(["python", str(pathlib.Path(sys.argv[0]).name), *sys.argv[1:]])
+    command = " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]])
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
     where = (
         f"`{command}` on {on['date']}: {on['cpu']}, {on['threads']} of {on['cores']} cores, {on['memory_gb']} GB, "
