@@ -17,17 +17,22 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.rti-$(ACCELERATOR)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 SYSTEM := $(shell uname -s)
+# Scripts of benchmarks/ that `make bench` runs, each with its defaults.
+BENCHMARKS  ?= update_step scorer growth step_overhead
+# Python of an environment with google-tunix, for one more arm of update_step (benchmarks/tunix_step.py).
+TUNIX_PYTHON ?=
 # Tests never touch the network, and their many processes share what JAX compiled.
 TESTING := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-all lint format clean
+.PHONY: help install quickstart test test-fast test-all bench lint format clean
 
 help:
 	@echo "make install     a virtual environment in $(VENV) with everything (about 2 minutes; no accelerator needed)"
 	@echo "make quickstart  install what is missing, then train the shipped policy with RTI and report on it"
 	@echo "make test        the tests          make test-fast   without the slow ones     make test-all   every case"
+	@echo "make bench       speed and memory against PyTorch, about 25 minutes on two cores; results in benchmarks/results"
 	@echo "make lint        ruff               make clean       remove caches (keeps $(VENV) and runs/)"
 	@echo ""
 	@echo "Variables: PYTHON=python3.12  VENV=.venv  ACCELERATOR=cpu|cuda|tpu  TORCH_INDEX=URL  WORKERS=2"
@@ -85,6 +90,12 @@ test-all: install
 
 test-fast: install
 	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive" tests
+
+bench: install
+	@set -e; total=$(words $(BENCHMARKS)); i=0; for name in $(BENCHMARKS); do i=$$((i + 1)); \
+	    echo "[$$i/$$total] benchmarks/$$name.py, $$(date +%H:%M)"; extra=; \
+	    if [ $$name = update_step ] && [ -n "$(TUNIX_PYTHON)" ]; then extra="--tunix-python $(TUNIX_PYTHON)"; fi; \
+	    $(BIN)/python benchmarks/$$name.py $$extra; done; echo "Done: benchmarks/results, $$(date +%H:%M)"
 
 lint: install
 	@$(BIN)/ruff check .

@@ -2,32 +2,27 @@
 
     python benchmarks/update_step.py                              1M and 25M parameters, 256, 1024 and 4096 tokens
     python benchmarks/update_step.py --sizes 150M --lengths 1024
-    python benchmarks/update_step.py --sizes 1M --lengths 1024 4096 16384 32768 --arms rti-jax     growth with length
+    python benchmarks/update_step.py --tunix-python VENV/bin/python      and against google-tunix, see tunix_step.py
 
 Every arm loads the same random Qwen3 folder, in float32, and takes the same step on the same tokens: forward pass, the
-clipped surrogate with three quarters of every row trained, backward pass, clipping, AdamW. Each runs in a process of
-its own, with the same number of threads and the same allocator; arms take turns, and a number is the median of the
-steps after the first. Loss and gradient norm of the first step are compared, so that the arms are known to do the same
-work. PyTorch is spared the entropy of the policy, which our step also reports. Memory is the process's peak less what
-it held when the model and the optimizer were ready.
+clipped surrogate with three quarters of every row trained, backward pass, clipping, AdamW. Arms are processes that take
+turns step by step, on the same cores, with the same allocator (turns.py); a number is the median of the steps after two
+that warm up. Loss and gradient norm of the first step are compared, so that the arms are known to do the same work.
+Tokens are rows times length, for all of them. PyTorch is spared the entropy of the policy, which our step also reports.
+Memory is the process's peak during the measured steps less what it held when model and optimizer were ready; what a
+compiler leaves behind counts, some 0.3 GB for ours, which shows at small sizes alone.
 """
 
 import argparse
-import json
-import os
 import pathlib
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
+import turns
+from turns import RESULTS, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 ARMS = "rti-jax", "torch", "torch-compiled"
 SIZES: dict[str, dict[str, int]] = {
     "1M": dict(width=128, mlp=384, layers=4, heads=4, kv=2, vocabulary=2048),
@@ -43,25 +38,28 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--tokens", type=int, default=4096, help="of a step: rows times length (at least one row)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--steps", type=int, default=4, help="measured ones, after the first")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--tunix-python", metavar="PATH", help="Python of a virtual environment with google-tunix")
+    parser.add_argument("--steps", type=int, default=3, help="measured ones")
+    parser.add_argument("--threads", type=int, default=turns.cores())
     parser.add_argument("--remat", choices=["none", "full"], default="none", help="of rti-jax")
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "update_step.json")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "update_step")
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        print(json.dumps(WORKERS[given.worker](given.folder, *given.shape, given)))
+        turns.serve(WORKERS[given.worker](given.folder, *given.shape, given))
         return
-    rows = []
+    on, rows = turns.machine(given.threads), []
+    if given.tunix_python:
+        on["versions"] |= turns.versions_of(given.tunix_python, ("google-tunix",))
     for size in given.sizes:
         with tempfile.TemporaryDirectory() as folder:
             parameters = make_folder(pathlib.Path(folder), **SIZES[size])
             for length in given.lengths:
                 shape = max(1, given.tokens // length), length
-                measured = {arm: run(arm, folder, shape, given) for arm in given.arms}
-                check_same_work(measured)
+                measured = turns.compare(commands(folder, shape, given), given.threads, given.steps)
+                turns.check_same_work(measured, ("loss", "grad_norm"))
                 rows += [
                     {"size": size, "parameters": parameters, "rows": shape[0], "length": length, "arm": arm, **result}
                     for arm, result in measured.items()
@@ -69,9 +67,17 @@ def main() -> None:
                 print(line(size, shape, measured), flush=True)
     text = table(rows)
     print("\n" + text)
-    given.output.parent.mkdir(exist_ok=True)
-    given.output.write_text(json.dumps({"threads": given.threads, "remat": given.remat, "rows": rows}, indent=1) + "\n")
-    given.output.with_suffix(".md").write_text(text)
+    turns.write(given.output, "One GRPO update", {"remat": given.remat, "rows": rows}, text, on)
+
+
+def commands(folder: str, shape: tuple[int, int], given: argparse.Namespace) -> dict[str, list[str]]:
+    """The worker of each arm."""
+    rest = ["--folder", folder, "--shape", *map(str, shape), "--threads", str(given.threads)]
+    found = {arm: [sys.executable, __file__, "--worker", arm, *rest, "--remat", given.remat] for arm in given.arms}
+    if given.tunix_python:
+        script = str(ROOT / "benchmarks" / "tunix_step.py")
+        found["tunix"] = [given.tunix_python, script, "--folder", folder, "--shape", *map(str, shape)]
+    return found
 
 
 def make_folder(folder: pathlib.Path, width, mlp, layers, heads, kv, vocabulary) -> int:
@@ -96,22 +102,6 @@ def make_folder(folder: pathlib.Path, width, mlp, layers, heads, kv, vocabulary)
     return sum(p.numel() for p in model.parameters())
 
 
-def run(arm: str, folder: str, shape: tuple[int, int], given: argparse.Namespace) -> dict[str, Any]:
-    """The worker's measurements."""
-    from rti_jax.launcher import find_tcmalloc
-
-    threads = str(given.threads)
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "1"}
-    if library := find_tcmalloc():
-        environment["LD_PRELOAD"] = library
-    command = [sys.executable, __file__, "--worker", arm, "--folder", folder, "--shape", *map(str, shape)]
-    command += ["--steps", str(given.steps), "--threads", threads, "--remat", given.remat]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{arm} at {shape} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def data(shape: tuple[int, int], vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens [B, T], trained mask [B, T] and advantages [B]."""
     rng = np.random.default_rng(0)
@@ -120,20 +110,7 @@ def data(shape: tuple[int, int], vocabulary: int) -> tuple[np.ndarray, np.ndarra
     return tokens, mask, rng.choice([-1.0, 1.0, 0.5], shape[0]).astype(np.float32)
 
 
-def timed(step, steps: int) -> dict[str, Any]:
-    """Seconds of the first call and of the others, what the first returned, and the memory that steps took."""
-    before = int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    seconds, first = [], None
-    for _ in range(steps + 1):
-        started = time.perf_counter()
-        result = step()
-        seconds.append(time.perf_counter() - started)
-        first = first or result
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"first_s": seconds[0], "step_s": statistics.median(seconds[1:]), "peak_bytes": peak - before, **first}
-
-
-def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespace) -> dict[str, Any]:
+def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespace):
     """Our update: the very function that `rti train` calls."""
     from models import hf
     from rti_jax import batching
@@ -168,10 +145,10 @@ def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespac
         state, metrics = update(state, [packed])
         return {"loss": metrics["loss/total"], "grad_norm": metrics["optimizer/grad_norm"]}
 
-    return timed(step, given.steps)
+    return step
 
 
-def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespace, compiled: bool) -> dict[str, Any]:
+def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespace, compiled: bool):
     """The same step as its users write it: logits of the whole batch, log_softmax, autograd, AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -200,7 +177,7 @@ def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Names
         optimizer.zero_grad()
         return {"loss": loss.item(), "grad_norm": norm.item()}
 
-    return timed(step, given.steps)
+    return step
 
 
 WORKERS = {
@@ -210,24 +187,16 @@ WORKERS = {
 }
 
 
-def check_same_work(measured: dict[str, dict[str, Any]]) -> None:
-    """Stops if the arms' first steps disagree: they would not be measuring the same thing."""
-    for name in ("loss", "grad_norm"):
-        values = [m[name] for m in measured.values()]
-        if not np.allclose(values, values[0], rtol=1e-3, atol=1e-6):
-            raise SystemExit(f"the arms disagree on {name}: { {arm: m[name] for arm, m in measured.items()} }")
-
-
 def line(size: str, shape: tuple[int, int], measured: dict[str, dict[str, Any]]) -> str:
     speeds = ", ".join(f"{arm} {shape[0] * shape[1] / m['step_s']:.0f} tok/s" for arm, m in measured.items())
     return f"{size} {shape[0]} x {shape[1]}: {speeds}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line per shape: tokens per second and peak memory of each arm, and the ratio to the fastest PyTorch."""
+    """A line per shape: tokens per second and peak memory of each arm, and the ratio to the fastest other."""
     arms = list(dict.fromkeys(r["arm"] for r in rows))
-    head = ["model", "rows x tokens", *(f"{a} tok/s" for a in arms), *(f"{a} GB" for a in arms), "ratio"]
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    head = ["model", "rows x tokens", *(f"{a} tok/s" for a in arms), *(f"{a} GB" for a in arms), "to the fastest other"]
+    lines = []
     shapes = dict.fromkeys((r["size"], r["rows"], r["length"]) for r in rows)
     for size, batch, length in shapes:
         here = {r["arm"]: r for r in rows if (r["size"], r["rows"], r["length"]) == (size, batch, length)}
@@ -235,22 +204,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         others = [s for arm, s in speed.items() if arm != "rti-jax"]
         ratio = f"{speed['rti-jax'] / max(others):.2f}" if others and "rti-jax" in speed else ""
         memory = [f"{here[a]['peak_bytes'] / 1e9:.2f}" for a in arms]
-        lines.append(" | ".join([size, f"{batch} x {length}", *(f"{speed[a]:.0f}" for a in arms), *memory, ratio]))
-    return "\n".join(f"| {text} |" for text in lines) + "\n\n" + growth(rows)
-
-
-def growth(rows: list[dict[str, Any]]) -> str:
-    """How time per token and peak memory grow with the length: exponents of a fit over the measured lengths."""
-    found = []
-    for size, arm in dict.fromkeys((r["size"], r["arm"]) for r in rows):
-        here = [r for r in rows if (r["size"], r["arm"]) == (size, arm)]
-        if len({r["length"] for r in here}) > 2:
-            length = np.log([r["length"] for r in here])
-            seconds = np.log([r["step_s"] / (r["rows"] * r["length"]) for r in here])
-            memory = np.log([r["peak_bytes"] for r in here])
-            slopes = (np.polyfit(length, y, 1)[0] for y in (seconds, memory))
-            found.append("- {} {}: seconds per token ~ T^{:.2f}, peak memory ~ T^{:.2f}".format(size, arm, *slopes))
-    return "\n".join(found) + ("\n" if found else "")
+        lines.append([size, f"{batch} x {length}", *(f"{speed[a]:.0f}" for a in arms), *memory, ratio])
+    return turns.table(head, lines)
 
 
 if __name__ == "__main__":

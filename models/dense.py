@@ -194,6 +194,7 @@ class Model(nnx.Module):
         """tokens, positions, segment_ids [B, T] -> [B, T, D]."""
         x = self.embed_tokens(tokens, self.execution)
         cos, sin = self.config.rope.tables(positions, self.config.head_dim, segment_ids)
+        cos, sin = self.execution.constrain(cos), self.execution.constrain(sin)
         x = layers.run_layers(self.layers, x, self.execution, cos, sin, segment_ids)
         return self.norm(x)
 

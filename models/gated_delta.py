@@ -17,6 +17,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from models.layers import wide
+
 CHUNK = 64
 
 # Sums of decays stand in exponents, and errors of the inverse multiply: neither may lose digits on an accelerator.
@@ -44,7 +46,7 @@ def gated_delta_rule(
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
     def chunked(x):  # [B, T, K G, ...] -> [B, K, G, C, I, ...]
-        x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
+        x = jnp.pad(x.astype(wide(x)), ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
         x = x.reshape(batch, -1, chunk, key_heads, x.shape[2] // key_heads, *x.shape[3:])
         return jnp.moveaxis(x, (3, 4), (1, 2))
 
@@ -118,7 +120,7 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 def _unit(x: jax.Array) -> jax.Array:
     """x over its length on the last axis, float32; 1e-6 as the kernels of this model have it."""
-    x = x.astype(jnp.float32)
+    x = x.astype(wide(x))
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 

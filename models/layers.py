@@ -6,18 +6,20 @@ B rows, T tokens, N heads, K key/value heads, H head dimension, D model width, F
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+
+from models import names
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash")
 REMAT = ("none", "dots", "full", "offload")
-BATCH_AXES = ("data", "fsdp")  # mesh axes that split the rows
+DTYPES = ("float32", "bfloat16")
 
 LAYER_INPUT, PRODUCT = "layer_input", "product"
 POLICIES = {
@@ -46,12 +48,13 @@ class Execution:
     """How a model is computed, beside its mathematics.
 
     Attributes:
-      dtype: of activations and of the parameters where they are used; "float32" or "bfloat16".
+      dtype: of activations and of the parameters where they are used, one of `DTYPES`; in JAX's x64 mode also
+        "float64", to tell rounding from mistakes.
       attention: "auto" is cudnn on GPU, splash on TPU, blockwise elsewhere.
       remat: what the backward pass finds: "none" all it needs; "dots" the layers' products with weights, the rest is
         recomputed; "full" each layer's input; "offload" the same, kept in the host's memory meanwhile.
       scan_layers: one compiled layer for all of them; False unrolls, which is faster for tiny models on CPU.
-      mesh: devices (axes data, fsdp, tensor) that activations are constrained to; None for one device.
+      mesh: devices (axes data, fsdp, tensor, context) that activations are constrained to; None for one device.
     """
 
     dtype: str = "float32"
@@ -61,7 +64,8 @@ class Execution:
     mesh: Mesh | None = None
 
     def __post_init__(self):
-        choices = (("dtype", ("float32", "bfloat16")), ("attention", ATTENTION), ("remat", REMAT))
+        wide = ("float64",) if jax.dtypes.canonicalize_dtype(float) == jnp.float64 else ()
+        choices = (("dtype", DTYPES + wide), ("attention", ATTENTION), ("remat", REMAT))
         for field, allowed in choices:
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; choose one of {', '.join(allowed)}")
@@ -69,25 +73,43 @@ class Execution:
     @property
     def precision(self) -> str:
         """Matrix product precision: float32 must not become TF32 or bfloat16 passes on an accelerator."""
-        return "highest" if self.dtype == "float32" else "default"
+        return "default" if self.dtype == "bfloat16" else "highest"
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Keeps activations [B, ...] split over rows (and nothing else) where the mesh divides them."""
-        if self.mesh is None:
+        """Keeps activations [B, T, ...] split over rows and tokens (and nothing else) where the mesh divides them."""
+        if self.mesh is None or not names.mesh_axes(self.mesh, "rows", x.shape[0]):
             return x
-        axes = tuple(a for a in BATCH_AXES if a in self.mesh.axis_names)
-        shards = int(np.prod([self.mesh.shape[a] for a in axes]))
-        if x.shape[0] % shards:
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, names.spec(self.mesh, ("rows", "tokens"), x.shape[:2]))
+        )
+
+    def context_shards(self, tokens: int) -> int:
+        """Devices that share the tokens of a row of that length."""
+        return math.prod(self.mesh.shape[a] for a in names.mesh_axes(self.mesh, "tokens", tokens)) if self.mesh else 1
+
+    def constrain_recurrence(self, x: jax.Array, heads: int) -> jax.Array:
+        """What a recurrence reads, [B, T, N, ...]: all tokens of some heads where `constrain` has some tokens of all.
+
+        Args:
+          heads: that have to be split alike, a divisor of N.
+        """
+        if self.context_shards(x.shape[1]) == 1 or not names.mesh_axes(self.mesh, "rows", x.shape[0]):
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(axes)))
+        axes, sizes = ("rows", None, "recurrent_heads"), (*x.shape[:2], heads)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, names.spec(self.mesh, axes, sizes)))
 
     def constrain_table(self, table: jax.Array) -> jax.Array:
         """An embedding table [V, D] as a lookup needs it: all rows, so that no look-up crosses devices."""
         if self.mesh is None:
             return table
-        divides = table.shape[1] % self.mesh.shape.get("tensor", 1) == 0
-        axis = "tensor" if "tensor" in self.mesh.axis_names and divides else None
-        return jax.lax.with_sharding_constraint(table, NamedSharding(self.mesh, PartitionSpec(None, axis)))
+        # Its width takes the axis that splits the vocabulary.
+        split = names.spec(self.mesh, (None, "vocab"), table.shape)
+        return jax.lax.with_sharding_constraint(table, NamedSharding(self.mesh, split))
+
+
+def wide(x: jax.Array) -> jnp.dtype:
+    """What sums over x's elements are made in: float32, or float64 where x is."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 @jax.custom_vjp
@@ -106,7 +128,7 @@ def _project_forward(x, kernel):
 
 def _project_backward(saved, d_y):
     x, kernel = saved
-    d_kernel = jnp.einsum("BTI,BTO->IO", x, d_y, preferred_element_type=jnp.float32)
+    d_kernel = jnp.einsum("BTI,BTO->IO", x, d_y, preferred_element_type=wide(x))
     return d_y @ kernel.astype(x.dtype).T, d_kernel.astype(kernel.dtype)
 
 
@@ -145,7 +167,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
+        x32 = x.astype(wide(x))
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
 

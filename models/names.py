@@ -5,14 +5,24 @@ cannot be right in one of them and wrong in another.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Logical axis of a parameter -> mesh axis. Axes that are absent are not sharded; "data" holds replicas.
-SHARDING_RULES: dict[str, str] = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+# Logical axis -> mesh axes that split it, of parameters and, "rows" and "tokens", of activations. Axes that are absent
+# are not sharded; "data" holds replicas of the parameters, and so does "context".
+SHARDING_RULES: dict[str, tuple[str, ...]] = {
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "rows": ("data", "fsdp"),
+    "tokens": ("context",),
+    "recurrent_heads": ("tensor", "context"),  # a recurrence needs all tokens, so that its heads are split instead
+}
 
 Params = dict[str, Any]  # nested dict of arrays
 
@@ -61,13 +71,8 @@ class Tensor:
 
     def spec(self, mesh: Mesh) -> PartitionSpec:
         """Partition of our array on `mesh`; a dimension that the mesh axis does not divide is replicated."""
-
-        def mesh_axis(logical: str | None, size: int) -> str | None:
-            axis = SHARDING_RULES.get(logical) if logical else None
-            return axis if axis in mesh.axis_names and size % mesh.shape[axis] == 0 else None
-
-        entries = [mesh_axis(a, n) for a, n in zip(self.axes, self.shape, strict=True)]
-        return PartitionSpec(*([None] if self.layers else []), *entries)
+        layers = (None,) if self.layers else ()
+        return spec(mesh, (*layers, *self.axes), self.full_shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,18 @@ class LayerTable:
     def _tensor(self, module, leaf, hf_leaf, shape, axes, transpose=False) -> Tensor:
         path = (*self.path, *module.split("."), leaf)
         return Tensor(path, f"{self.name}.{module}.{hf_leaf}", shape, axes, transpose, self.layers)
+
+
+def mesh_axes(mesh: Mesh, logical: str | None, size: int) -> tuple[str, ...]:
+    """Mesh axes that split a dimension of `size`; none where they are absent or do not divide it."""
+    axes = tuple(a for a in SHARDING_RULES.get(logical, ()) if a in mesh.axis_names)
+    return axes if size % math.prod(mesh.shape[a] for a in axes) == 0 else ()
+
+
+def spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Partition of an array whose dimensions have these logical axes."""
+    entries = (mesh_axes(mesh, axis, size) for axis, size in zip(axes, shape, strict=True))
+    return PartitionSpec(*((e[0] if len(e) == 1 else e) if e else None for e in entries))
 
 
 def embedding(name: str, vocabulary: int, width: int) -> Tensor:

@@ -155,7 +155,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
+        x32 = x.astype(layers.wide(x))
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         return (normed * (1.0 + self.scale[...])).astype(x.dtype)
 
@@ -173,9 +173,9 @@ class Conv(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Linear attention: convolved queries, keys and values, the gated delta rule, a gated norm."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, execution: layers.Execution, rngs: nnx.Rngs):
         c = config
-        self.config, self.activation = c, layers.ACTIVATIONS[c.hidden_act]
+        self.config, self.execution, self.activation = c, execution, layers.ACTIVATIONS[c.hidden_act]
 
         def linear(inputs: int, outputs: int) -> layers.Linear:
             return layers.Linear(inputs, outputs, std=c.initializer_range, rngs=rngs)
@@ -195,22 +195,19 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        c = self.config
+        c, wide = self.config, layers.wide(x)
         mixed = self.activation(self.conv1d(self.in_proj_qkv(x), segment_ids))
         q, k, v = jnp.split(mixed, (c.key_dim, 2 * c.key_dim), axis=-1)
         q, k = (y.reshape(*x.shape[:2], c.linear_num_key_heads, c.linear_key_head_dim) for y in (q, k))
         values = (*x.shape[:2], c.linear_num_value_heads, c.linear_value_head_dim)
-        steps = jax.nn.softplus(self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...])
-        y = gated_delta_rule(
-            q,
-            k,
-            v.reshape(values),
-            -jnp.exp(self.A_log[...]) * steps,
-            jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32)),
-            segment_ids,
-        )
-        gate = jax.nn.silu(self.in_proj_z(x).reshape(values).astype(jnp.float32))
-        y = (self.norm(y).astype(jnp.float32) * gate).astype(x.dtype)
+        steps = jax.nn.softplus(self.in_proj_a(x).astype(wide) + self.dt_bias[...])
+        decays = -jnp.exp(self.A_log[...]) * steps
+        rates = jax.nn.sigmoid(self.in_proj_b(x).astype(wide))
+        read = (q, k, v.reshape(values), decays, rates)
+        read = (self.execution.constrain_recurrence(y, c.linear_num_key_heads) for y in read)
+        y = self.execution.constrain(gated_delta_rule(*read, segment_ids))
+        gate = jax.nn.silu(self.in_proj_z(x).reshape(values).astype(wide))
+        y = (self.norm(y).astype(wide) * gate).astype(x.dtype)
         return self.out_proj(y.reshape(*x.shape[:2], c.value_dim))
 
 
@@ -250,7 +247,7 @@ class DecoderLayer(nnx.Module):
         if kind == FULL:
             self.self_attn = Attention(c, execution, rngs)
         else:
-            self.linear_attn = GatedDeltaNet(c, rngs)
+            self.linear_attn = GatedDeltaNet(c, execution, rngs)
         self.kind = kind
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = layers.MLP(c.hidden_size, c.intermediate_size, c.hidden_act, std=c.initializer_range, rngs=rngs)
@@ -297,6 +294,7 @@ class Model(nnx.Module):
         """tokens, positions, segment_ids [B, T] -> [B, T, D]."""
         x = self.embed_tokens(tokens, self.execution)
         cos, sin = self.config.rope.tables(positions, self.config.head_dim, segment_ids)
+        cos, sin = self.execution.constrain(cos), self.execution.constrain(sin)
         x = layers.run_layers(self.layers, x, self.execution, cos, sin, segment_ids, one=run_unit)
         return self.norm(x)
 

@@ -39,7 +39,8 @@ def peak(model: Any, config: Config, chip: Chip, rows: int, length: int) -> dict
     mesh = topology_mesh(config, chip)
     attention = model.execution.attention
     if attention == "auto":
-        lanes = length % SPLASH_LANES == 0 and model.config.head_dim % SPLASH_LANES == 0
+        part = length // config.mesh.context
+        lanes = part % SPLASH_LANES == 0 and model.config.head_dim % SPLASH_LANES == 0
         attention = "splash" if lanes else "blockwise"
     execution = dataclasses.replace(model.execution, attention=attention, mesh=mesh)
     model = dataclasses.replace(model, execution=execution)

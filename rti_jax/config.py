@@ -233,7 +233,7 @@ class MeshConfig(Section):
     data: int = pydantic.Field(1, ge=1)  # replicas of the model
     fsdp: int = pydantic.Field(-1, ge=-1)  # -1 = all remaining devices
     tensor: int = pydantic.Field(1, ge=1)  # devices that share the heads and the mlp
-    context: int = pydantic.Field(1, ge=1)  # devices that share a long row
+    context: int = pydantic.Field(1, ge=1)  # devices that share the tokens of a row; divides every bucket
 
 
 class EngineConfig(Section):
@@ -450,6 +450,11 @@ class Config(Section):
                 raise ValueError(
                     f"rollout.max_rounds={self.rollout.max_rounds}: not with hosts.coordinator yet, on one host only"
                 )
+        if odd := [b for b in self.batch.buckets if b % self.mesh.context]:
+            raise ValueError(
+                f"batch.buckets holds {odd}, rows that mesh.context={self.mesh.context} devices cannot share evenly; "
+                f"use multiples of {self.mesh.context}"
+            )
         if self.mesh.fsdp == 0:
             raise ValueError("mesh.fsdp=0: give a number of devices, or -1 for those that are left")
         if self.name in ("", "..") or pathlib.PurePath(self.name).name != self.name or not self.name.isprintable():

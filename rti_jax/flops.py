@@ -75,6 +75,14 @@ def causal_pairs(length: float) -> float:
     return length * (length + 1) / 2
 
 
+def shared_pairs(length: float, devices: int) -> float:
+    """`causal_pairs` of a row that devices share, times what waiting costs: they take as long as the last of them.
+
+    Each has the queries of an equal part; the last part's see 2 - 1 / devices times as many keys as the average.
+    """
+    return causal_pairs(length) * (2 - 1 / devices)
+
+
 def _multiplied(tensor: Tensor) -> bool:
     """True for the matrices of layers; depthwise convolutions are [taps, 1, channels], and the head is apart."""
     return bool(tensor.layers) and tensor.path[-1] == "kernel" and len(tensor.shape) == 2

@@ -3,8 +3,8 @@
     accumulate(params, gradients, micro-batch)   sums of gradients and metrics; one program per bucket
     apply(state, gradients, denominator)         the one division, clip, optimizer; one program
 
-Every array lives on a mesh with the axes data and fsdp (tensor and context where the model uses them): rows are split
-over data and fsdp, parameters and optimizer state as the model was born. A model is a pair of functions, `hidden` and
+Every array lives on a mesh: rows are split over its axes data and fsdp, and inside the model their tokens over context
+(placement.py); parameters and optimizer state as the model was born. A model is a pair of functions, `hidden` and
 `head`. Weights are 1 wherever no correction was admitted, so such an update runs the program of plain GRPO.
 """
 
@@ -25,11 +25,10 @@ from rti_jax.config import Config
 from rti_jax.logprobs import token_logprobs
 from rti_jax.losses import LossOutput, log_ratio, policy_loss
 from rti_jax.optimizer import learning_rate, make_optimizer, total_updates
+from rti_jax.placement import ROW_AXES, row_spec, shards
 from rti_jax.types import Author, TrainBatch
 
 __all__ = ["TrainState", "init_state", "make_logprobs_step", "make_optimizer", "make_update_step", "row_multiple"]
-
-ROWS = PartitionSpec(("data", "fsdp"))
 
 
 class TrainState(NamedTuple):
@@ -57,7 +56,7 @@ class Model(Protocol):
 
 def row_multiple(mesh: Mesh, hosts: int = 1) -> int:
     """Rows of a micro-batch must be a multiple of this: the devices that share them, of one of `hosts`."""
-    return mesh.shape["data"] * mesh.shape["fsdp"] // hosts
+    return shards(mesh, ROW_AXES) // hosts
 
 
 def init_state(
@@ -104,13 +103,13 @@ def _moment_shardings(shapes: Any, params: Any, other: NamedSharding, memory: st
 def make_logprobs_step(model: Model, config: Config, mesh: Mesh) -> Callable[[Any, TrainBatch], np.ndarray]:
     """(params, micro-batch) -> log pi of its tokens [B, T], by the forward pass that the update differentiates."""
 
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, ROWS))
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, row_spec(mesh)))
     def logprobs(params, batch):
         return _forward(model, config, mesh, params, batch, entropy=False, entropy_gradient=False)[0]
 
     def step(params, batch):
         values = logprobs(params, put(batch, mesh))
-        return np.asarray(multihost_utils.global_array_to_host_local_array(values, mesh, ROWS))
+        return np.asarray(multihost_utils.global_array_to_host_local_array(values, mesh, row_spec(mesh)))
 
     return step
 
@@ -308,7 +307,7 @@ def reduce_metrics(outputs: Sequence[LossOutput], denominator: float) -> dict[st
 
 def abstract_batch(rows: int, length: int, mesh: Mesh | AbstractMesh) -> TrainBatch:
     """Shapes, dtypes and shardings of a micro-batch as `put` places it."""
-    sharding = NamedSharding(mesh, ROWS)
+    sharding = NamedSharding(mesh, row_spec(mesh))
     dtypes = dict.fromkeys(("tokens", "positions", "segment_ids", "trajectory"), jnp.int32)
     dtypes |= {"loss_mask": jnp.bool_, "author": jnp.int8, "denominator": None}
     return TrainBatch(
@@ -322,7 +321,7 @@ def abstract_batch(rows: int, length: int, mesh: Mesh | AbstractMesh) -> TrainBa
 
 def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     """The arrays of a micro-batch on the mesh, rows split over data and fsdp; each process gives its own rows."""
-    sharding = NamedSharding(mesh, ROWS)
+    sharding = NamedSharding(mesh, row_spec(mesh))
     arrays = {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch._asdict().items() if np.ndim(v)}
     return TrainBatch(**arrays, denominator=None)
 

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rti_jax.packing import plan_microbatches
+from rti_jax.placement import ROW_AXES, TOKEN_AXES, activation_axes, row_spec, shards
 
 CHUNK_BYTES = 2**28  # of float32 logits held at a time, at most
 CHUNK_TOKENS = 2048  # small vocabularies: larger chunks fall out of the CPU's caches
@@ -41,33 +42,32 @@ def token_logprobs(
       temperature: of the sampling distribution.
       entropy: also returns the entropy of each token's distribution. entropy_gradient: with a gradient.
       chunk: tokens whose logits a device holds at a time.
-      mesh: devices; rows are split over its axes data and fsdp, and the head's gradient is summed over them once, not
-        once per chunk.
+      mesh: devices; rows and tokens are split over its axes (placement.py), and the head's gradient is summed over
+        them once, not once per chunk. The result has whole rows.
 
     Returns:
       logprobs [B, T] float32, aligned with `tokens`, 0 at the first token of a segment and on padding; entropy in the
       same alignment, or None.
     """
-    batch, length, width = hidden.shape
-    targets = jnp.roll(tokens, -1, axis=1)  # the last column wraps and is masked below
-    axes = _row_axes(mesh, batch)
-    shards = int(np.prod([mesh.shape[a] for a in axes], dtype=int)) if axes else 1
-    columns = chunk_columns(-(-batch // shards), length, head.shape[1], chunk)
-    padding = -length % columns
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)))
-    with jax.default_matmul_precision("highest" if hidden.dtype == jnp.float32 else "default"):
-        fused = functools.partial(_fused, columns=columns, entropy=entropy, through=entropy_gradient)
-        if axes:
-            rows, whole = PartitionSpec(axes), PartitionSpec()
-            specs = {"in_specs": (rows, whole, rows, whole), "out_specs": (rows, rows)}
-            fused = jax.shard_map(fused, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)
-        values, entropies = fused(hidden, head, targets, 1.0 / jnp.float32(temperature))
+    targets = jnp.roll(tokens, -1, axis=1)  # of whole rows; the last column wraps and is masked below
+    with jax.default_matmul_precision("default" if hidden.dtype == jnp.bfloat16 else "highest"):
+        fused = functools.partial(_in_chunks, chunk=chunk, entropy=entropy, through=entropy_gradient)
+        over_rows, over_tokens = activation_axes(mesh, tokens.shape) if mesh is not None else ((), ())
+        if mesh is not None and shards(mesh, over_rows + over_tokens) > 1:
+            split, whole = PartitionSpec(over_rows or None, over_tokens or None), PartitionSpec()
+            specs = {"in_specs": (split, whole, split, whole), "out_specs": (split, split)}
+            axes = {*over_rows, *over_tokens}
+            fused = jax.shard_map(fused, mesh=mesh, axis_names=axes, check_vma=False, **specs)
+        values, entropies = fused(hidden, head, targets, 1.0 / jnp.asarray(temperature, _wide(hidden)))
 
     continues = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
 
     def aligned(x):
-        return jnp.pad(jnp.where(continues, x[:, : length - 1], 0.0), ((0, 0), (1, 0)))
+        if (
+            mesh is not None and shards(mesh, over_tokens) > 1
+        ):  # a value moves to the next token, another device's perhaps
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(over_rows or None)))
+        return jnp.pad(jnp.where(continues, x[:, :-1], 0.0), ((0, 0), (1, 0)))
 
     entropies = entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
     return aligned(values), aligned(entropies) if entropy else None
@@ -79,11 +79,13 @@ def chunk_columns(rows: int, length: int, vocabulary: int, chunk: int | None = N
     return -(-length // -(-rows * length // tokens_held))
 
 
-def _row_axes(mesh: Mesh | None, batch: int) -> tuple[str, ...]:
-    """Mesh axes that split the rows; empty if there is one shard or the rows do not divide."""
-    axes = tuple(a for a in ("data", "fsdp") if mesh is not None and a in mesh.axis_names)
-    shards = int(np.prod([mesh.shape[a] for a in axes], dtype=int))
-    return axes if shards > 1 and batch % shards == 0 else ()
+def _in_chunks(hidden, head, targets, scale, chunk: int | None, entropy: bool, through: bool):
+    """`_fused` of one device's part [B, T], filled up to whole chunks."""
+    length = targets.shape[1]
+    columns = chunk_columns(*targets.shape, head.shape[1], chunk)
+    padding = (0, 0), (0, -length % columns)
+    hidden, targets = jnp.pad(hidden, (*padding, (0, 0))), jnp.pad(targets, padding)
+    return tuple(x[:, :length] for x in _fused(hidden, head, targets, scale, columns, entropy, through))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -169,7 +171,7 @@ class Scorer:
     """Log-probabilities of responses given prompts, for rows of any length, with few compiled programs.
 
     Rows are packed into lines of a few lengths (see packing.py); a row that is longer than the longest bucket gets a
-    line of the next power of two.
+    line of the next power of two. Lengths are rounded up to what the mesh axis context divides.
     """
 
     BUCKETS = (256, 1024, 4096)
@@ -181,7 +183,7 @@ class Scorer:
         """
         Args:
           model: models.hf.LanguageModel, or anything with its `hidden` and `head`.
-          mesh: the mesh that the parameters live on; lines are split over its axes data and fsdp.
+          mesh: the mesh that the parameters live on; lines are split over its axes (placement.py).
           temperature: of the distribution whose log-probabilities are wanted.
           buckets: line lengths.
         """
@@ -189,10 +191,9 @@ class Scorer:
             raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
         self.temperature, self.mesh = temperature, mesh
         self.compilations = 0  # traced programs so far
-        self._buckets = tuple(sorted(buckets or self.BUCKETS))
-        axes = [a for a in ("data", "fsdp") if mesh is not None and a in mesh.axis_names]
-        self._sharding = NamedSharding(mesh, PartitionSpec(tuple(axes))) if mesh is not None else None
-        self._multiple = int(np.prod([mesh.shape[a] for a in axes], dtype=int)) if mesh is not None else 1
+        self._sharding = NamedSharding(mesh, row_spec(mesh)) if mesh is not None else None
+        self._multiple, self._parts = (shards(mesh, a) if mesh is not None else 1 for a in (ROW_AXES, TOKEN_AXES))
+        self._buckets = tuple(sorted({self._rounded(b) for b in buckets or self.BUCKETS}))
 
         @jax.jit
         def run(params, tokens, positions, segment_ids, temperature):
@@ -237,7 +238,7 @@ class Scorer:
         longest = self._buckets[-1]
         families: dict[tuple[int, ...], list[int]] = {}
         for i, n in enumerate(lengths):
-            buckets = self._buckets if n <= longest else (1 << (n - 1).bit_length(),)
+            buckets = self._buckets if n <= longest else (self._rounded(1 << (n - 1).bit_length()),)
             families.setdefault(buckets, []).append(i)
         plan = []
         for buckets, members in families.items():
@@ -245,6 +246,10 @@ class Scorer:
             batches = plan_microbatches([lengths[i] for i in members], buckets, lines, self._multiple)
             plan += [(shape, [[members[j] for j in line] for line in filled]) for shape, filled in batches]
         return plan
+
+    def _rounded(self, length: int) -> int:
+        """`length` as a multiple of the devices that share a line."""
+        return -(-length // self._parts) * self._parts
 
     def _values(self, params, *arrays: np.ndarray) -> np.ndarray:
         """Aligned log-probabilities [lines, tokens] on the host."""

@@ -25,24 +25,53 @@ FULL, LINEAR = "full_attention", "linear_attention"
 def learner_parts(model: Any, config: Config, mesh: Any, rows: int, length: int) -> dict[str, float]:
     """Bytes of the learner on one device, by what they are for; the workspace is the larger of `workspaces`.
 
+    With `optimizer.offload` the moments are on the device while they are applied, when a micro-batch's gradients,
+    activations and workspace are not: "optimizer" is what they need beyond the room of these.
+
     Args:
-      model: models.hf.LanguageModel. mesh: of the run, abstract or not. rows, length: a device's part of a micro-batch.
+      model: models.hf.LanguageModel. mesh: of the run, abstract or not.
+      rows: of a micro-batch that a device takes part in. length: of these rows; the device has its share of the tokens.
     """
-    params = parameters(model, mesh)
-    state = learner.abstract_state(params, make_optimizer(config.optimizer, params, total_updates(config)), mesh)
-    weights = held(state.params)
+    weights, moments = held(parameters(model, mesh)), moment_bytes(model, config, mesh)
     # Summed over micro-batches; this micro-batch's; and those of corrected tokens alone, for the norms by source.
     gradients = 2 + bool(config.rti.enabled and config.rti.attempts or config.loss.baseline == "luffy")
+    passing = {
+        "compute_weights": compute_weights(model, mesh),
+        "activations": activations(model, device_tokens(mesh, rows, length), mesh.shape["context"]),
+        "workspace": max(workspaces(model, mesh, rows, length).values()),
+    }
+    if config.optimizer.offload:
+        moments = max(0.0, moments - (gradients - 1) * weights - sum(passing.values()))
     return {
         "parameters": weights,
         "gradients": gradients * weights,
-        "optimizer": held(state.opt_state),
+        "optimizer": moments,
         "reference": weights if config.loss.kl_beta else 0.0,
         "held": weights if config.rollout.staleness and config.rti.enabled and config.rti.attempts else 0.0,
-        "compute_weights": compute_weights(model, mesh),
-        "activations": activations(model, rows * length),
-        "workspace": max(workspaces(model, mesh, rows, length).values()),
+        **passing,
     }
+
+
+def moment_bytes(model: Any, config: Config, mesh: Any) -> float:
+    """Bytes of a device's part of the optimizer state."""
+    params = parameters(model, mesh)
+    optimizer = make_optimizer(config.optimizer, params, total_updates(config))
+    return held(learner.abstract_state(params, optimizer, mesh).opt_state)
+
+
+def host_parts(model: Any, config: Config, mesh: Any, rows: int, length: int) -> dict[str, float]:
+    """Bytes that a device keeps in its host's memory: moments, and layers' inputs with remat = offload."""
+    inputs = model.config.num_hidden_layers * model.config.hidden_size * SIZES[model.execution.dtype]
+    offloaded = model.execution.remat == "offload"
+    return {
+        "optimizer": moment_bytes(model, config, mesh) if config.optimizer.offload else 0.0,
+        "activations": float(device_tokens(mesh, rows, length) * inputs) if offloaded else 0.0,
+    }
+
+
+def device_tokens(mesh: Any, rows: int, length: int) -> int:
+    """Tokens of these rows that one device computes."""
+    return rows * length // mesh.shape["context"]
 
 
 def parameters(model: Any, mesh: Any) -> Any:
@@ -74,8 +103,12 @@ def compute_weights(model: Any, mesh: Any) -> float:
     return held(layers) * SIZES[model.execution.dtype] / FLOAT32
 
 
-def activations(model: Any, tokens: int) -> float:
-    """What the forward pass keeps on the device, by `Execution.remat`."""
+def activations(model: Any, tokens: int, context: int = 1) -> float:
+    """What the forward pass keeps on the device for its `tokens`, by `Execution.remat`.
+
+    Args:
+      context: devices that share a row; where nothing is computed again, the keys and values of all of it are kept.
+    """
     layer, kinds = model.config.hidden_size * SIZES[model.execution.dtype], layer_kinds(model.config)
     if model.execution.remat == "offload":
         return float(tokens * 2 * layer)  # on the way to the host and back
@@ -83,25 +116,44 @@ def activations(model: Any, tokens: int) -> float:
         return float(tokens * model.config.num_hidden_layers * layer)
     if model.execution.remat == "dots":
         return float(tokens * sum(n * (layer + products(model, kind)) for kind, n in kinds.items()))
-    return float(tokens * sum(n * residuals(model, kind) for kind, n in kinds.items()))
+    others = (context - 1) * kinds.get(FULL, 0) * 2 * model.config.num_key_value_heads * model.config.head_dim
+    own = sum(n * residuals(model, kind) for kind, n in kinds.items())
+    return float(tokens * (own + others * SIZES[model.execution.dtype]))
 
 
 def workspaces(model: Any, mesh: Any, rows: int, length: int) -> dict[str, float]:
     """Working sets that follow each other: a layer's backward pass, and the head's."""
-    tensor, tokens = mesh.shape["tensor"], rows * length
-    return {
-        "layer": layer_workspace(model, tokens) / tensor,
-        "logits": logits_workspace(model, rows, length) / tensor,
-    }
+    tensor, part = mesh.shape["tensor"], length // mesh.shape["context"]
+    layer = layer_workspace(model, rows * part, recurrent_share(model, mesh)) + gathered_keys(model, mesh, rows, length)
+    return {"layer": layer / tensor, "logits": logits_workspace(model, rows, part) / tensor}
 
 
-def layer_workspace(model: Any, tokens: int) -> float:
-    """Recomputed tensors and their gradients, and the layer's gathered weights and whole gradients."""
+def gathered_keys(model: Any, mesh: Any, rows: int, length: int) -> float:
+    """Keys and values of whole rows where devices share them, and their float32 gradients."""
+    if mesh.shape["context"] == 1:
+        return 0.0
+    width = 2 * model.config.num_key_value_heads * model.config.head_dim
+    return float(rows * length * width * (SIZES[model.execution.dtype] + FLOAT32))
+
+
+def recurrent_share(model: Any, mesh: Any) -> int:
+    """How many times its share of a recurrence a device computes: heads that cannot be split are everywhere."""
+    heads, context = getattr(model.config, "linear_num_key_heads", 0), mesh.shape["context"]
+    return context if heads % (mesh.shape["tensor"] * context) else 1
+
+
+def layer_workspace(model: Any, tokens: int, recurrent_share: int = 1) -> float:
+    """Recomputed tensors and their gradients, and the layer's gathered weights and whole gradients.
+
+    Args:
+      recurrent_share: factor of what a recurrence reads and keeps.
+    """
     size, again = SIZES[model.execution.dtype], model.execution.remat != "none"
 
     def of(kind: str) -> float:
         weights = sum(math.prod(t.shape) for t in layer_tensors(model, kind))
-        return tokens * (again * residuals(model, kind) + cotangents(model, kind)) + weights * (size + FLOAT32)
+        more = (recurrent_share - 1) * FLOAT32 * _delta_widths(model.config) * 1.5 if kind == LINEAR else 0.0
+        return tokens * (again * residuals(model, kind) + cotangents(model, kind) + more) + weights * (size + FLOAT32)
 
     return max(of(kind) for kind in layer_kinds(model.config))
 

@@ -115,8 +115,9 @@ class Estimate:
     """Memory of a configuration.
 
     Attributes:
-      rows, length: a device's part of a micro-batch of the longest bucket.
+      rows, length: of a micro-batch of the longest bucket, those that a device takes part in.
       parts: bytes on the fullest device, by what they are for. workspaces: of which the larger is one of the parts.
+      host: bytes that it keeps in its host's memory.
       cache_tokens: that the engine's key/value cache holds; None if no engine shares the devices.
     """
 
@@ -124,6 +125,7 @@ class Estimate:
     length: int
     parts: dict[str, float]
     workspaces: dict[str, float]
+    host: dict[str, float]
     available: float
     cache_tokens: float | None
     longest_sequence: int
@@ -154,7 +156,8 @@ def estimate(model: Any, config: Config, chip: Chip) -> Estimate:
         cache_tokens = max(cache, 0.0) / bytes_per_token(model, config)
     parts |= other_models(model, config, mesh, chip)
     spaces = memory.workspaces(model, mesh, rows, length)
-    return Estimate(rows, length, parts, spaces, chip.memory, cache_tokens, config.sampling.max_context)
+    host = memory.host_parts(model, config, mesh, rows, length)
+    return Estimate(rows, length, parts, spaces, host, chip.memory, cache_tokens, config.sampling.max_context)
 
 
 def other_models(model: Any, config: Config, mesh: Any, chip: Chip) -> dict[str, float]:
@@ -212,15 +215,18 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
     episodes = config.rollout.groups_per_step * config.rollout.group_size
     tokens = episodes * episode_tokens
     forward = flops.forward(model, tokens, episodes * flops.causal_pairs(episode_tokens))
+    computed = flops.forward(model, tokens, episodes * flops.shared_pairs(episode_tokens, config.mesh.context))
     extra = (config.loss.behavior == "recompute" and not config.on_policy) + bool(config.loss.kl_beta)
-    operations = forward.update(config.model.remat) + extra * forward.forward
+    operations = computed.update(config.model.remat) + extra * computed.forward
     if config.loss.baseline == "opd":  # the student's own forward pass, and the teacher's
         teacher = teacher_of(model, config)
-        scored = flops.forward(teacher, tokens, episodes * flops.causal_pairs(episode_tokens)) if teacher else None
-        operations += forward.forward + (scored.forward if scored else 0)
-    own_tokens = estimated.rows * estimated.length
-    microbatches = math.ceil(tokens / (own_tokens * config.mesh.data * config.mesh.fsdp))
-    sent = traffic.per_microbatch(model, mesh_axes(config.mesh), own_tokens)
+        pairs = episodes * flops.shared_pairs(episode_tokens, config.mesh.context)
+        scored = flops.forward(teacher, tokens, pairs) if teacher else None
+        operations += computed.forward + (scored.forward if scored else 0)
+    row_tokens = estimated.rows * estimated.length
+    microbatches = math.ceil(tokens / (row_tokens * config.mesh.data * config.mesh.fsdp))
+    sent = traffic.per_microbatch(model, mesh_axes(config.mesh), row_tokens // config.mesh.context)
+    to_host = traffic.host_bytes(estimated.host, config.optimizer.minibatches, microbatches)
     return {
         "model_parameters": memory.count(model),
         "chip": chip.name,
@@ -232,6 +238,7 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
         "parts": {name: round(value) for name, value in estimated.parts.items()},
         "workspaces": {name: round(value) for name, value in estimated.workspaces.items()},
         "microbatch": {"rows_per_device": estimated.rows, "row_length": estimated.length, "per_step": microbatches},
+        "host_bytes_per_device": {name: round(value) for name, value in estimated.host.items()},
         "engine_cache_tokens": None if estimated.cache_tokens is None else round(estimated.cache_tokens),
         "episode_tokens": episode_tokens,
         "tokens_per_step": tokens,
@@ -248,6 +255,8 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
         },
         "communication_bytes_per_step": {name: round(value * microbatches) for name, value in sent.items()},
         "communication_seconds": sent["bytes"] * microbatches / chip.link,
+        "host_transfer_bytes_per_step": round(to_host),
+        "host_transfer_seconds": to_host / chip.host_link if chip.host_link else None,
         "changes": [] if estimated.fits else list(changes(model, config, chip)),
         "notes": list(notes(model, config, chip, devices)),
     }
@@ -306,6 +315,10 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
     fixed = config.mesh.data * config.mesh.fsdp
     if config.model.remat in ("none", "dots"):
         yield from tried("model.remat=full", model={"remat": "full"})
+    if config.model.remat != "offload":
+        yield from tried("model.remat=offload", model={"remat": "offload"})
+    if not config.optimizer.offload and not config.rti.replay.rows:
+        yield from tried("optimizer.offload=true", optimizer={"offload": True})
     for rows in sorted({r for r in (fixed, microbatch_rows(config) // 2) if r < microbatch_rows(config)}, reverse=True):
         yield from tried(f"batch.rows_per_microbatch={rows}", batch={"rows_per_microbatch": rows})
     if config.engine.kind == "vllm":
@@ -326,6 +339,15 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             )
         )
         if found:
+            yield found[0]
+            break
+    devices = math.prod(mesh_axes(config.mesh).values())
+    for factor in (2, 4, 8):
+        context = config.mesh.context * factor
+        said = f"--devices {devices * factor} mesh.context={context}"
+        if all(b % context == 0 for b in config.batch.buckets) and (
+            found := list(tried(said, mesh={"context": context}))
+        ):
             yield found[0]
             break
     shorter = [b for b in config.batch.buckets if b < max(config.batch.buckets)]
@@ -366,7 +388,8 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         f"{result['model']}: {result['model_parameters'] / 1e6:,.1f} million parameters",
         f"{result['devices']} x {result['chip']} ({mesh}), rows of {shape['row_length']} tokens, "
-        f"{shape['rows_per_device']} on each device",
+        f"{shape['rows_per_device']} on each "
+        + (f"group of {shared} devices that share them" if (shared := result["mesh"]["context"]) > 1 else "device"),
         "",
         "bytes on the fullest device",
     ]
@@ -377,6 +400,8 @@ def text(result: dict[str, Any]) -> str:
         f"  working set: a layer's backward pass {spaces['layer'] / GB:.2f} GB, or the logits' chunk and the head "
         f"{spaces['logits'] / GB:.2f} GB",
     ]
+    if kept := sum(result["host_bytes_per_device"].values()):
+        lines.append(f"  {kept / GB:7.2f} GB  in its host's memory: moments or layers' inputs")
     if result["engine_cache_tokens"] is not None:
         lines.append(f"  the engine's cache holds about {result['engine_cache_tokens']} tokens")
     sent = result["communication_bytes_per_step"]
@@ -387,6 +412,7 @@ def text(result: dict[str, Any]) -> str:
         "computed again)",
         f"sent by a device: {sent['bytes'] / GB:.1f} GB, the least for this mesh {sent['ideal'] / GB:.1f} GB, "
         f"{result['communication_seconds']:.1f} s of its link",
+        *host_lines(result),
         f"seconds at {result['utilization']:.0%} of the peak (update) and {result['decode_utilization']:.0%} of the "
         "memory's bandwidth (decoding, without interventions)",
     ]
@@ -401,6 +427,14 @@ def text(result: dict[str, Any]) -> str:
     if result["notes"]:
         lines += ["", *(f"note: {note}" for note in result["notes"])]
     return "\n".join(lines)
+
+
+def host_lines(result: dict[str, Any]) -> Iterator[str]:
+    """What goes to the host's memory and back in a step, if anything does."""
+    if moved := result["host_transfer_bytes_per_step"]:
+        seconds = result["host_transfer_seconds"]
+        took = "" if seconds is None else f", {seconds:.1f} s of its link to the host"
+        yield f"to the host's memory and back: {moved / GB:.1f} GB{took}"
 
 
 def compiled_lines(said: dict[str, Any]) -> Iterator[str]:

@@ -15,15 +15,10 @@ def make_mesh(config: config_lib.MeshConfig):
     """A device mesh with axes (data, fsdp, tensor, context); fsdp = -1 takes the devices that are left.
 
     Raises:
-      ConfigError: if the axes do not multiply to the number of devices, a sequence would be split, or rows would be
-        shared by hosts.
+      ConfigError: if the axes do not multiply to the number of devices, or rows would be shared by hosts.
     """
     import jax
 
-    if config.context > 1:
-        raise config_lib.ConfigError(
-            f"mesh.context={config.context}: one sequence is not split over devices yet; use 1"
-        )
     devices = jax.device_count()
     fixed = config.data * config.tensor * config.context
     fsdp = devices // fixed if config.fsdp == -1 else config.fsdp
@@ -39,8 +34,8 @@ def make_mesh(config: config_lib.MeshConfig):
     shared = mesh.devices.reshape(config.data * fsdp, -1)  # devices that hold the same rows
     if any(len({d.process_index for d in devices}) > 1 for devices in shared):
         raise config_lib.ConfigError(
-            f"mesh.tensor={config.tensor} spreads rows over several hosts; each gives its own rows, so that "
-            f"mesh.tensor must divide the {jax.local_device_count()} device(s) of a host"
+            f"mesh.tensor={config.tensor} mesh.context={config.context} spread rows over several hosts; each gives its "
+            f"own rows, so that tensor times context must divide the {jax.local_device_count()} device(s) of a host"
         )
     return mesh
 

@@ -40,10 +40,11 @@ from rti_jax import own_turns
 from rti_jax import tokenizer as tokenizer_lib
 from rti_jax.chat import Chat
 from rti_jax.environments import EnvironmentSource, env_config
-from rti_jax.learner import ROWS, TrainState, init_state
+from rti_jax.learner import TrainState, init_state
 from rti_jax.logprobs import token_logprobs
 from rti_jax.optimizer import make_optimizer
 from rti_jax.own_turns import OwnTurn
+from rti_jax.placement import row_spec
 from rti_jax.runtime import check_folder, load_policy, make_mesh
 from rti_jax.transcripts import Row, Transcripts
 
@@ -306,7 +307,7 @@ def make_step(model, optimizer, mesh):
 
     A gradient that is not finite leaves the state as it was.
     """
-    rows = jax.sharding.NamedSharding(mesh, ROWS)
+    rows = jax.sharding.NamedSharding(mesh, row_spec(mesh))
 
     def objective(params, batch: Batch):
         hidden = model.hidden(params, batch.tokens, batch.positions, batch.segment_ids)

@@ -129,6 +129,28 @@ class TestAttention:
         assert visited <= length * length * 0.63 + block * length  # half is the least; all would be 1
         assert len(spans) <= attention.SPANS
 
+    @pytest.mark.parametrize("block", [None, 8])
+    def test_a_part_of_a_row_is_that_part_of_its_attention(self, block):
+        """What a device computes that has some tokens of a row: all keys, its queries (the last block is not full)."""
+        q, k, v, d = draw(60)
+        ids = segments(60)
+        d = d * (ids > 0)[..., None, None]
+
+        def part(first):
+            rows = slice(first, first + 20)
+            place = attention.Part(ids, jnp.int32(first))
+
+            def loss(q, k, v):
+                return (attention.blockwise(q[:, rows], k, v, ids[:, rows], block, place) * d[:, rows]).sum()
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
+
+        whole = jax.value_and_grad(lambda *a: (naive_attention(*a, ids) * d).sum(), (0, 1, 2))(q, k, v)
+        parts = [part(first) for first in (0, 20, 40)]
+        for a, *b in zip(jax.tree.leaves(whole), *map(jax.tree.leaves, parts), strict=True):
+            assert min(np.abs(x).max() for x in b) > 0.1
+            np.testing.assert_allclose(sum(b), a, rtol=1e-5, atol=1e-5)
+
     def test_auto_by_device(self):
         half = jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
         assert attention._best("cpu", half) == "blockwise"
@@ -136,6 +158,7 @@ class TestAttention:
         assert attention._best("gpu", half.astype(jnp.float32)) == "blockwise"  # cuDNN's kernels are half precision
         assert attention._best("tpu", half) == "splash"
         assert attention._best("tpu", half[:, :100]) == "blockwise"
+        assert attention._best("tpu", half, parts=2) == "blockwise"  # 64 tokens on each of two devices
 
     @pytest.mark.slow
     def test_splash_interpreted(self):
@@ -177,6 +200,10 @@ class TestAttention:
         ours = jax.jit(accelerated_attention.cudnn)(q, k, v, ids)
         np.testing.assert_allclose(ours[keep], naive_attention(q, k, v, ids)[keep], atol=1e-5)
         assert masks == [(2, 1, 32, 32), (2, 1, 32, 64), (2, 1, 6, 70)]
+        part = attention.Part(ids, jnp.int32(35))
+        ours = jax.jit(accelerated_attention.cudnn)(q[:, 35:], k, v, ids[:, 35:], part)
+        np.testing.assert_allclose(ours[keep[:, 35:]], naive_attention(q, k, v, ids)[:, 35:][keep[:, 35:]], atol=1e-5)
+        assert masks[3:] == [(2, 1, 32, 70), (2, 1, 3, 70)]
 
 
 def sizes(jaxpr):

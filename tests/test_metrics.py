@@ -197,10 +197,11 @@ class TestStopwatch:
         assert written[0]["mismatch/after_max"] == 0.25
 
     def test_the_share_that_is_neither_sampling_nor_the_update(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.syspath_prepend(ROOT / "benchmarks")
         benchmark = runpy.run_path(str(ROOT / "benchmarks" / "step_overhead.py"))["main"]
         seconds = {"rollout": 5.0, "intervention": 1.0, "teacher": 2.0, "update": 1.0, "sync": 0.5, "probe": 0.25}
         line = {f"time/{phase}": value for phase, value in seconds.items()}
-        monkeypatch.setattr("sys.argv", ["step_overhead.py", str(tmp_path)])
+        monkeypatch.setattr("sys.argv", ["step_overhead.py", str(tmp_path), "--output", str(tmp_path / "result")])
         for other in ({}, {"time/other": 0.25}):
             rows = [{"step": 1, "time/sync": 99.0, **other}, {"step": 3, **line, **other}]
             (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -210,6 +211,8 @@ class TestStopwatch:
                 with pytest.raises(SystemExit, match="has no time/other"):
                     benchmark()
         assert capsys.readouterr().out.splitlines()[-1].endswith("| 0.250 | 10.0% |")
+        written = (tmp_path / "result.md").read_text()
+        assert "| 0.250 | 10.0% |" in written and "Python 3." in written and "numpy" in written
 
 
 class TestOverHosts:

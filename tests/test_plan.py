@@ -135,6 +135,44 @@ class TestMemory:
         after_parts = plan.estimate(model, after, chips.CHIPS["h20"]).parts
         assert after_parts[part] / before_parts[part] == pytest.approx(factor, rel=0.01)
 
+    @pytest.mark.parametrize("remat", ["none", "full"])
+    def test_devices_that_share_rows_keep_their_part(self, remat):
+        overrides = [f"model.remat={remat}", "mesh.fsdp=8"]
+        _, config = full_size("qwen3-8b", overrides=overrides)
+        _, shared = full_size("qwen3-8b", overrides=[*overrides[:1], "mesh.fsdp=2", "mesh.context=4"])
+        model = plan.describe(config, "qwen3-8b")[0]
+        chip = chips.CHIPS["h20"]
+        # eight rows on two groups of four devices: each takes part in four rows, with a quarter of their tokens
+        whole, parts = (plan.estimate(model, c, chip).parts for c in (config, shared))
+        if remat == "full":
+            assert parts["activations"] == whole["activations"]
+        else:  # and keeps the keys and values of whole rows
+            more = parts["activations"] - whole["activations"]
+            assert more == 3 * 36 * 32768 * 2 * 8 * 128 * 2
+        _, one = full_size(
+            "qwen3-8b", overrides=[*overrides[:1], "mesh.fsdp=2", "mesh.context=4", "batch.rows_per_microbatch=2"]
+        )
+        quarter = plan.estimate(model, one, chip)
+        assert quarter.parts["activations"] == parts["activations"] / 4 and quarter.rows == 1
+        assert quarter.parts["workspace"] < whole["workspace"]
+
+    def test_offloaded_moments_are_the_hosts(self):
+        chip = chips.CHIPS["h20"]
+        model, before = full_size("qwen3-8b")
+        _, after = full_size("qwen3-8b", overrides=["optimizer.offload=true"])
+        kept, offloaded = (plan.estimate(model, c, chip) for c in (before, after))
+        assert kept.host == {"optimizer": 0, "activations": 0}
+        assert offloaded.host["optimizer"] == kept.parts["optimizer"] > 8e9
+        assert offloaded.parts["optimizer"] == 0 and offloaded.bytes == kept.bytes - kept.parts["optimizer"]
+        # on one device, a micro-batch of short rows leaves too little room for them while they are applied
+        small = ["optimizer.offload=true", "rti.enabled=false", "batch.buckets=[1024]", "batch.rows_per_microbatch=1"]
+        alone = plan.estimate(model, full_size("qwen3-8b", overrides=[*small, "mesh.fsdp=1"])[1], chip)
+        passing = ("parameters", "compute_weights", "activations", "workspace")  # once more: its gradients
+        room = sum(alone.parts[name] for name in passing)
+        assert (
+            alone.parts["optimizer"] == pytest.approx(alone.host["optimizer"] - room) and alone.parts["optimizer"] > 0
+        )
+
     def test_other_models_take_their_room(self):
         model, config = full_size("qwen3-8b", overrides=["rti.enabled=false"])
         opd = ["rti.enabled=false", "loss.baseline=opd", "loss.teacher.path=models/Qwen3-8B"]
@@ -182,7 +220,7 @@ class TestFits:
         before = rti(path, wide, "--json")
         changes = json.loads(before.output)["changes"]
         assert before.exit_code == 1 and any(c.startswith("batch.rows_per_microbatch=8 ") for c in changes)
-        for change in (c.split(" ")[0] for c in changes if c.startswith(("batch.rows", "engine.memory"))):
+        for change in (c.split(" ")[0] for c in changes if c.startswith(("batch.rows", "engine.m", "optimizer"))):
             assert rti(path, wide, change).exit_code == 0, change
 
     def test_an_engine_without_room_for_a_sequence_does_not(self):
@@ -230,6 +268,38 @@ class TestStep:
         least = 7 / 8 * PARAMETERS["qwen3-8b"] * (2 + 2 + 4) * eight["microbatch"]["per_step"]
         assert eight["communication_bytes_per_step"]["ideal"] == pytest.approx(least)
         assert 1 < eight["communication_bytes_per_step"]["bytes"] / least < 1.1
+
+    def test_devices_that_share_rows_send_keys_and_values(self):
+        alone, shared = (
+            json.loads(rti(CONFIGS / "navigation_qwen3_8b.yaml", "--json", "--devices", 16, *keys).output)
+            for keys in (["mesh.data=2"], ["mesh.context=2"])
+        )
+        # replicas and sharers of rows sum their gradients alike; gathered twice, gradients scattered once, by half
+        more = shared["communication_bytes_per_step"]["ideal"] - alone["communication_bytes_per_step"]["ideal"]
+        row_tokens = shared["microbatch"]["rows_per_device"] * shared["microbatch"]["row_length"]
+        weights = 2 * 7 / 8 * PARAMETERS["qwen3-8b"] * (2 + 2 + 4) / 2 + 2 * PARAMETERS["qwen3-8b"] / 8 * 4 / 2
+        keys = 3 / 2 * 36 * 2 * 8 * 128 * row_tokens * 2
+        assert shared["communication_bytes_per_step"]["ideal"] == pytest.approx(
+            shared["microbatch"]["per_step"] * (weights + keys), rel=1e-3
+        )
+        assert more != 0 and shared["mesh"]["context"] == 2
+
+    def test_offload_is_counted_on_the_link_to_the_host(self):
+        path = CONFIGS / "navigation_qwen3_8b.yaml"
+        none, moments, inputs = (
+            json.loads(rti(path, "--json", *keys).output)
+            for keys in ([], ["optimizer.offload=true", "optimizer.minibatches=2"], ["model.remat=offload"])
+        )
+        assert none["host_transfer_bytes_per_step"] == 0 == sum(none["host_bytes_per_device"].values())
+        moved = moments["host_transfer_bytes_per_step"]
+        assert moved == pytest.approx(4 * moments["host_bytes_per_device"]["optimizer"]) and moved > 0
+        assert moments["host_transfer_seconds"] == pytest.approx(moved / 64e9)
+        shape = inputs["microbatch"]
+        kept = 36 * 4096 * 2 * shape["rows_per_device"] * shape["row_length"]
+        assert inputs["host_bytes_per_device"]["activations"] == kept
+        assert inputs["host_transfer_bytes_per_step"] == 2 * kept * shape["per_step"]
+        said = rti(path, "optimizer.offload=true").output
+        assert "in its host's memory" in said and "of its link to the host" in said
 
 
 class TestInput:
