@@ -169,7 +169,12 @@ def untimed(line):
 class TestRun:
     @pytest.fixture(scope="class")
     def run(self, tmp_path_factory):
-        return trained(config_of(tmp_path_factory.mktemp("runs"), steps=4))
+        """Whatever is sampled beside an update is scored after it, when the learner has other weights already."""
+        with trainer_of(config_of(tmp_path_factory.mktemp("runs"), steps=4)) as trainer:
+            score = trainer.learner.score
+            trainer.learner.score = lambda rows: trainer._updated.wait() and score(rows)
+            assert asyncio.run(trainer.run())
+        return trainer
 
     @pytest.mark.parametrize("staleness", [0, 1])
     def test_its_weights_are_those_of_the_steps_one_after_the_other(self, run, tmp_path, staleness):
