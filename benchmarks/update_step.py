@@ -95,6 +95,7 @@ def make_folder(folder: pathlib.Path, width, mlp, layers, heads, kv, vocabulary)
         num_key_value_heads=kv,
         head_dim=width // heads,
         max_position_embeddings=65536,
+        rope_theta=1e6,  # Qwen3's, and the only one that google-tunix 0.1.7 applies
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config)

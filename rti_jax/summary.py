@@ -119,7 +119,9 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     step, spent = budget.end(config, run.folder)
     files = {"before": run.evaluation(0), "after": run.evaluation(step)}
     results = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
-    console.print(f"[bold]{run.folder}[/bold]: {step} steps are done. Percent, with 95% intervals over tasks:")
+    console.print(
+        f"[bold]{run.folder}[/bold]: {step} steps are done. Percent, with 95% intervals over tasks:", soft_wrap=True
+    )
     if results:
         console.print(score_table(results))
     console.print(_ledger(run.folder / "metrics.jsonl", config))
@@ -130,7 +132,8 @@ def finished(run: runs.Run, config: config_lib.Config) -> str:
     )
     console.print(
         f"Look at {run.report} in a browser; {run.export} is a Hugging Face folder for transformers and vLLM.\n"
-        f"Next: {following}\n" + _ending(run, config, spent)
+        f"Next: {following}\n" + _ending(run, config, spent),
+        soft_wrap=True,  # commands and paths stay whole
     )
     return console.export_text()
 
