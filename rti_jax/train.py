@@ -216,8 +216,8 @@ class Trainer:
             with self._timed("update"):  # an interruption comes before it or after it, never in between
                 metrics |= await self._update(packed, following)
                 learner.step, self._next = n + 1, None
+            self._write_groups(collected.everyone)  # without them the step has no line, and is made again
             try:
-                self._write_groups(collected.everyone)
                 updated = bool(metrics["optimizer/updates"] or learner.replay)
                 if following:
                     with self._timed("rollout"):
