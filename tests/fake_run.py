@@ -43,6 +43,7 @@ class Learner:
 
     def __init__(self, config, policy, run, tasks, hosts):
         self.config, self.policy, self.state, self.replay = config, policy, types.SimpleNamespace(params=None), None
+        self.identity, self.extra = {}, {}
         self.step = max((int(p.name) for p in run.checkpoints.iterdir()), default=0)
 
     def score(self, rows):
@@ -64,13 +65,16 @@ class Engine(FakeEngine):
 
 
 class Checkpoints:
-    def __init__(self, directory, keep):
+    def __init__(self, directory, keep, background=False):
         self.directory = directory
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        pass
+
+    def check(self):
         pass
 
     def save(self, step, state, extra):
