@@ -175,8 +175,8 @@ class Trainer:
             saved, saved_at = learner.step, time.monotonic()
             spent = hosts.from_first(self.budget.spent)
             try:
-                if learner.step in (0, config.steps) or spent:
-                    await self.evaluate()
+                if learner.step in (0, config.steps) or spent or self._evaluates:
+                    await self.evaluate()  # also one that was interrupted
                 while learner.step < config.steps and not spent:
                     await self.step()
                     checkpoints.check()
@@ -189,7 +189,7 @@ class Trainer:
                         saved, saved_at = learner.step, time.monotonic()
                     if ending:
                         return False
-                    if last or (config.eval.every and learner.step % config.eval.every == 0):
+                    if last or self._evaluates:
                         await self.evaluate()
             except BaseException:
                 # A save takes all hosts, and the others know of nothing. A step without its line is made again.
@@ -309,6 +309,11 @@ class Trainer:
         except EngineError as error:
             logger.warning("a request of the probe: %s", error)
             return None
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether this step is one of `eval.every`."""
+        return bool(self.config.eval.every) and self.learner.step % self.config.eval.every == 0
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""
