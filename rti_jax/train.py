@@ -174,6 +174,8 @@ class Trainer:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
             spent = hosts.from_first(self.budget.spent)
+            if hosts.first and learner.step < config.steps and not spent:
+                self.run_folder.report.unlink(missing_ok=True)  # written last, it says that the run is finished
             try:
                 if learner.step in (0, config.steps) or spent or self._evaluates:
                     await self.evaluate()  # also one that was interrupted

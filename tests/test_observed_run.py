@@ -165,6 +165,21 @@ class TestBudget:
         said = self.run(config, capsys, "stop.tokens=1")
         assert "1 steps are done" in said and [line["step"] for line in lines(tmp_path)] == [1]
 
+    def test_one_that_got_more_and_was_killed_at_its_new_end_is_not_finished(self, config, capsys, monkeypatch):
+        """What it had exported before is not its policy."""
+
+        def killed(*_):
+            raise KeyboardInterrupt
+
+        self.run(config, capsys, "stop.tokens=1")
+        with monkeypatch.context() as broken:
+            broken.setattr(train.summary, "export", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train.main(config_lib.load_config(config))
+        exported = []
+        monkeypatch.setattr(train.summary, "export", lambda folder, learner: exported.append(learner.step))
+        assert "3 steps are done" in self.run(config, capsys) and exported == [3]
+
     def test_an_evaluation_that_was_interrupted_is_made_when_the_run_goes_on(self, config, tmp_path, monkeypatch):
         """That of step 1, whose checkpoint is there."""
         given = config_lib.load_config(config, ["eval.every=1", "checkpoint.every=1"])
