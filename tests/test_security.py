@@ -211,4 +211,5 @@ def test_no_key_is_part_of_a_config():
         "key_variable",
         "max_tokens",
         "step_tokens",
+        "tokens",  # stop.tokens, a budget
     } & names
