@@ -40,6 +40,7 @@ from rti_jax import (
     evaluate,
     frozen,
     luffy,
+    redaction,
     role_eval,
     roles,
     runs,
@@ -93,6 +94,8 @@ def main(config: config_lib.Config) -> int:
 def _open(config: config_lib.Config) -> tuple[runs.Run, bool]:
     """The run folder, and whether the run is finished."""
     trackers.check(config.logging)
+    if hidden := redaction.hidden_keys(config.model_dump()):  # of another run's config.yaml
+        raise config_lib.ConfigError(f"{hidden[0]} is hidden in this config (***): give it again, e.g. from $VARIABLE")
     run = runs.open_run(config)
     return run, run.finished(budget.end(config, run.folder).step)
 
