@@ -5,6 +5,7 @@ from metrics.jsonl what it has warned of.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,6 +52,7 @@ class Alarms:
     def check(self, metrics: Metrics) -> tuple[dict[str, float], list[str]]:
         """(a metric for each alarm, warnings of those that this step raised)."""
         warnings = []
+        metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}  # as in the file
         for kind in self._kinds:
             before, more = self._grown[kind.metric], kind.grows(metrics)
             if more is None:

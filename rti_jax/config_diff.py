@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from rti_jax import config_errors
+from rti_jax import config_errors, redaction
 from rti_jax.config import Config, ConfigError
 
 # Keys that may differ when a run is resumed: where and how fast it runs, what is measured, when it ends.
@@ -43,8 +43,11 @@ class Difference(NamedTuple):
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """Keys whose values differ, in order; `steps` is harmless only while no schedule depends on it."""
-    before, after = flat(old.model_dump()), flat(new.model_dump())
+    """Keys whose values differ, in order; `steps` is harmless only while no schedule depends on it.
+
+    Secrets are left out: what a run folder keeps of its config is without them.
+    """
+    before, after = (flat(redaction.described(config.model_dump())) for config in (old, new))
     harmless = tuple(k for k in HARMLESS if k != "steps" or new.optimizer.schedule == "constant")
     return [
         Difference(key, before.get(key), after.get(key), any(f"{key}.".startswith(f"{h}.") for h in harmless))

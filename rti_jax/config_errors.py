@@ -136,7 +136,7 @@ def problem(error: dict[str, Any], key: str, known: list[str]) -> str:
         return f"{key}: expected {expected}, got {got}" + (f"; did you mean {close[0]}?" if close else "")
     if expected == error["msg"]:  # about length and the like: a sentence of its own
         return f"{key}: {expected}, got {got}"
-    return f"{key}: expected a value {expected}, got {got}"
+    return f"{key}: expected {expected if expected.startswith('a ') else f'a value {expected}'}, got {got}"
 
 
 def shown(value: Any) -> str:

@@ -72,15 +72,20 @@ class Display:
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Gives a function to call with an episode that is done, or with anything."""
+        """Gives a function to call with an episode that is done, or with anything.
+
+        The count goes on when another phase begins meanwhile: with rollout.staleness these may be beside an update.
+        """
         self.phase(name, total)
+        count = 0
 
         def done(episode: Any = None, *_) -> None:
+            nonlocal count
             status = getattr(episode, "status", Status.SUCCESS)
             if status not in (Status.SUCCESS, Status.FAILURE):
                 self._broken[f"rollout/{status}"] += 1
-            count = int(self._now.tasks[0].completed) + 1
-            self._now.update(self._phase, completed=count, queue=self._queue(count, total))
+            count += 1
+            self._now.update(self._phase, completed=count, total=total, queue=self._queue(count, total))
 
         yield done
 

@@ -9,14 +9,15 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rti_jax import fingerprint, roles
+from rti_jax import fingerprint, redaction, roles
 from rti_jax.config import Config, ConfigError
 from rti_jax.run_tasks import RunTasks
 
 
 def identity(config: Config, tasks: RunTasks | None) -> dict[str, Any]:
-    """JSON values: seed, config, digests of the files that it names, ids of the tasks."""
-    found = {"seed": config.seed, "config": config.model_dump(mode="json"), "files": _files(config)}
+    """JSON values: seed, config without its secrets, digests of the files that it names, ids of the tasks."""
+    described = redaction.described(config.model_dump(mode="json"))
+    found = {"seed": config.seed, "config": described, "files": _files(config)}
     if tasks is None:
         return found
     return found | {"trained": [t.id for t in tasks.trained], "held_out": [t.id for t in tasks.held_out]}

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from rti_jax import redaction
+from rti_jax import redaction, runs
 from rti_jax.config import Config, ConfigError, LoggingConfig
 
 IDS = "trackers.json"  # in the run folder: name of the sink -> id of the run there
@@ -132,7 +132,7 @@ class Trackers:
             ids[name] = run_id
         if ids:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(ids) + "\n")
+            runs.write_json(path, ids)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Sends the values that are numbers."""

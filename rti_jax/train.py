@@ -40,6 +40,7 @@ from rti_jax import (
     evaluate,
     frozen,
     luffy,
+    redaction,
     role_eval,
     roles,
     runs,
@@ -93,6 +94,8 @@ def main(config: config_lib.Config) -> int:
 def _open(config: config_lib.Config) -> tuple[runs.Run, bool]:
     """The run folder, and whether the run is finished."""
     trackers.check(config.logging)
+    if hidden := redaction.hidden_keys(config.model_dump()):  # of another run's config.yaml
+        raise config_lib.ConfigError(f"{hidden[0]} is hidden in this config (***): give it again, e.g. from $VARIABLE")
     run = runs.open_run(config)
     return run, run.finished(budget.end(config, run.folder).step)
 
@@ -174,9 +177,11 @@ class Trainer:
                 await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
             saved, saved_at = learner.step, time.monotonic()
             spent = hosts.from_first(self.budget.spent)
+            if hosts.first and learner.step < config.steps and not spent:
+                self.run_folder.report.unlink(missing_ok=True)  # written last, it says that the run is finished
             try:
-                if learner.step in (0, config.steps) or spent:
-                    await self.evaluate()
+                if learner.step in (0, config.steps) or spent or self._evaluates:
+                    await self.evaluate()  # also one that was interrupted
                 while learner.step < config.steps and not spent:
                     await self.step()
                     checkpoints.check()
@@ -189,7 +194,7 @@ class Trainer:
                         saved, saved_at = learner.step, time.monotonic()
                     if ending:
                         return False
-                    if last or (config.eval.every and learner.step % config.eval.every == 0):
+                    if last or self._evaluates:
                         await self.evaluate()
             except BaseException:
                 # A save takes all hosts, and the others know of nothing. A step without its line is made again.
@@ -216,7 +221,7 @@ class Trainer:
             with self._timed("update"):  # an interruption comes before it or after it, never in between
                 metrics |= await self._update(packed, following)
                 learner.step, self._next = n + 1, None
-            self._write_groups(collected.everyone)  # a step whose transcripts cannot be written is not recorded
+            self._write_groups(collected.everyone)  # without them the step has no line, and is made again
             try:
                 updated = bool(metrics["optimizer/updates"] or learner.replay)
                 if following:
@@ -309,6 +314,11 @@ class Trainer:
         except EngineError as error:
             logger.warning("a request of the probe: %s", error)
             return None
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether this step is one of `eval.every`."""
+        return bool(self.config.eval.every) and self.learner.step % self.config.eval.every == 0
 
     async def evaluate(self) -> None:
         """Pass@k on the held-out tasks with the weights of now, unless this step's file is there already."""

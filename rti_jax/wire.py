@@ -21,6 +21,8 @@ TUPLE, RECORD, ENUM, ARRAY, SCALAR, PATH, RANGE, INTEGER = range(8)
 def encode(value: Any) -> bytes:
     """JSON's types, tuples, ranges, paths, numpy's arrays and numbers, and records of our packages, nested at will.
 
+    Subclasses of JSON's types arrive as these.
+
     Raises:
       TypeError: for anything else.
     """
@@ -39,7 +41,7 @@ def decode(data: bytes) -> Any:
         raise ValueError(f"not a value from another host: {type(error).__name__}: {error}") from error
 
 
-def _tagged(value: Any) -> msgpack.ExtType:
+def _tagged(value: Any) -> Any:
     kind = type(value)
     if dataclasses.is_dataclass(kind):
         return _ext(RECORD, [_name(kind), {f.name: getattr(value, f.name) for f in dataclasses.fields(kind)}])
@@ -59,6 +61,9 @@ def _tagged(value: Any) -> msgpack.ExtType:
         return _ext(PATH, str(value))
     if kind is int:  # of more than 64 bits
         return _ext(INTEGER, hex(value))
+    for plain in (dict, list, str, int, float):  # an environment's OrderedDict, say, which JSON takes as well
+        if isinstance(value, plain):
+            return plain(value)
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be told to another host")
 
 

@@ -82,6 +82,14 @@ def test_null_turns_one_off(name):
     assert f"alarms/{name}" not in alarms.check(FINE)[0]
 
 
+@pytest.mark.parametrize("name", ["mismatch", "entropy"])
+def test_what_is_not_finite_says_nothing(name):
+    (metric, value), *_ = SICK[name][0].items()
+    alarms = Alarms(config())
+    assert [len(w) for w in warned(alarms, *3 * [{metric: value}], {metric: float("nan")})] == [0, 0, 1, 0]
+    assert alarms.raised == [name]
+
+
 def test_what_says_nothing_neither_grows_nor_ends_an_alarm():
     """A step without an update has no entropy, one in which all groups are solved needs no intervention."""
     for name in ("entropy", "mismatch", "never_accepted"):

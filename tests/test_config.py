@@ -161,6 +161,7 @@ class TestErrors:
             (["model.dtype=bfloat32"], "expected 'float32' or 'bfloat16', got 'bfloat32'; did you mean float32?"),
             (["rollout.group_size=1"], "rollout.group_size: expected a value greater than or equal to 2, got 1"),
             (["gate.delta=nan"], "gate.delta: expected a value"),
+            (["stop.hours=inf"], "stop.hours: expected a finite number, got inf"),
             (["sampling.top_p=0.7"], "sampling.top_p=0.7 truncates the sampling distribution"),
             (["loss.variant=gspo"], "loss.variant=gspo has one ratio per sequence"),
             (["engine.kind=server"], "engine.kind=server needs engine.urls"),

@@ -179,6 +179,11 @@ class TestIdentity:
         with pytest.raises(ConfigError, match="rti.prompts"):
             resume.check(first, second, tmp_path)
 
+    def test_no_secret_of_the_config_is_in_a_checkpoint(self):
+        headers = {"env": {"name": "mcp", "headers": {"Authorization": "Bearer abcdefgh12345"}}, "seed": 3}
+        said = resume.identity(Config.model_validate(headers), None)
+        assert "abcdefgh12345" not in json.dumps(said) and said["config"]["env"]["name"] == "mcp" and said["seed"] == 3
+
 
 def content(run):
     """All that a run leaves and that is a function of its config, as bytes by name."""

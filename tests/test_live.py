@@ -70,6 +70,15 @@ def test_success_after_the_intervention_is_beside_that_before(display):
     assert "success 0.250 -> 0.375 after intervention 100 tokens/s 3,000 tokens so far" in shown(display)
 
 
+def test_episodes_beside_an_update_are_counted_on_when_it_ends(display):
+    with display.episodes("rollouts", 5) as seen:
+        for _ in range(3):
+            seen()
+        display.phase("rollout")
+        seen()
+        assert "4/5 1 in flight, 0 waiting" in shown(display)[1]
+
+
 def test_what_the_step_in_progress_has_cost_is_in_the_ledger(display):
     usage = {"policy": RoleUsage(3, 0, 70, 5.0), "verifier": RoleUsage(1, 0, 8, 2.0)}
     display.step(1, LINE)

@@ -165,6 +165,39 @@ class TestBudget:
         said = self.run(config, capsys, "stop.tokens=1")
         assert "1 steps are done" in said and [line["step"] for line in lines(tmp_path)] == [1]
 
+    def test_one_that_got_more_and_was_killed_at_its_new_end_is_not_finished(self, config, capsys, monkeypatch):
+        """What it had exported before is not its policy."""
+
+        def killed(*_):
+            raise KeyboardInterrupt
+
+        self.run(config, capsys, "stop.tokens=1")
+        with monkeypatch.context() as broken:
+            broken.setattr(train.summary, "export", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train.main(config_lib.load_config(config))
+        exported = []
+        monkeypatch.setattr(train.summary, "export", lambda folder, learner: exported.append(learner.step))
+        assert "3 steps are done" in self.run(config, capsys) and exported == [3]
+
+    def test_an_evaluation_that_was_interrupted_is_made_when_the_run_goes_on(self, config, tmp_path, monkeypatch):
+        """That of step 1, whose checkpoint is there."""
+        given = config_lib.load_config(config, ["eval.every=1", "checkpoint.every=1"])
+        write = train.runs.write_json
+
+        def killed(path, data):
+            if path.name == "step_000001.json":
+                raise KeyboardInterrupt
+            write(path, data)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(train.runs, "write_json", killed)
+            with pytest.raises(KeyboardInterrupt):
+                train.main(given)
+        assert train.main(given) == 0
+        made = sorted((tmp_path / "runs" / "fake" / "evals").glob("step_*.json"))
+        assert [path.stem for path in made] == [f"step_{n:06d}" for n in range(4)]
+
     def test_hours_end_a_run_too(self, config, tmp_path, capsys):
         said = self.run(config, capsys, "stop.hours=1e-9")
         assert "stop.hours=1e-09" in said and [line["step"] for line in lines(tmp_path)] == [1]

@@ -21,6 +21,7 @@ from stand_in import LAYERS, WIDTH, StandIn, mesh
 from rti_jax import checkpoint, recorded, runs, train
 from rti_jax.collection import Collected
 from rti_jax.config import Config, ConfigError, HostsConfig, validate
+from rti_jax.disk import DiskFullError
 from rti_jax.engine_errors import EngineDiedError
 from rti_jax.hosts import Hosts, join
 from rti_jax.metrics import Recorder, Unrecorded, read_metrics
@@ -327,6 +328,21 @@ class TestInterruption:
             with pytest.raises(RuntimeError, match="out of memory"):
                 asyncio.run(trainer.run())
         assert checkpoint.newest(trainer.run_folder.checkpoints) is None and trainer.learner._held is None
+
+    @pytest.mark.parametrize("staleness", [0, 1])
+    def test_a_step_whose_trajectories_cannot_be_written_is_made_again(self, tmp_path, monkeypatch, staleness):
+        def full(path, *_):
+            raise DiskFullError(f"no space left to write {path.name}")
+
+        config = config_of(tmp_path, staleness=staleness, checkpoint={"every": 99})
+        with trainer_of(config) as trainer, monkeypatch.context() as patch:
+            patch.setattr(train.runs, "write_groups", lambda path, *rest: None if "evals" in path.parts else full(path))
+            with pytest.raises(DiskFullError, match="step_000001.jsonl"):
+                asyncio.run(trainer.run())
+        run = trainer.run_folder
+        assert checkpoint.newest(run.checkpoints) is None and not read_metrics(run.folder / "metrics.jsonl")
+        trained(config)
+        assert [versions(run, n) for n in (1, 2, 3)] == ([{0}, {0}, {1}] if staleness else [{0}, {1}, {2}])
 
 
 class TestBeside:

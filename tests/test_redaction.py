@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rti_jax import config as config_lib
-from rti_jax import redaction, runs
+from rti_jax import config_diff, redaction, runs, train
 from rti_jax.eval_setup import Identity, Setup
 from rti_jax.types import Group, Status, Trajectory, Turn
 
@@ -120,6 +120,19 @@ class TestConfig:
         config_lib.save_resolved(self.config(tmp_path), run.config)
         runs.open_run(self.config(tmp_path))
         assert "literal-secret" not in run.config.read_text()
+
+    def test_a_run_that_begins_from_what_a_run_folder_keeps_needs_them_again(self, tmp_path):
+        kept = config_lib.without_secrets(self.config(tmp_path))
+        with pytest.raises(config_lib.ConfigError, match="env.headers.Authorization is hidden in this config"):
+            train.main(kept)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_config_is_no_other_one_than_what_its_run_folder_keeps_of_it(self, tmp_path):
+        env = {"name": "mcp", "headers": {"Authorization": "Bearer literal-of-a-study"}}
+        config = config_lib.Config(name="mine", env=env, runs_dir=str(tmp_path))
+        kept = config_lib.load_config(runs.open_run(config).config)
+        config_diff.check_resume(kept, config)
+        assert kept != config and not config_diff.differences(kept, config)
 
 
 class TestFiles:

@@ -3,6 +3,7 @@
 The packages themselves are used where they are installed, without a network.
 """
 
+import errno
 import importlib.util
 import json
 import logging
@@ -17,6 +18,7 @@ import pytest
 
 from rti_jax import metrics, trackers
 from rti_jax.config import Config, ConfigError, LoggingConfig
+from rti_jax.disk import DiskFullError
 
 ROOT = pathlib.Path(__file__).parents[1]
 SECRET = "literal-secret"
@@ -113,6 +115,17 @@ class TestContract:
         ids = [run.given.get("id") or run.given["name"] for run in services.runs]
         assert ids[:2] == ids[2:4] and not set(ids[:2]) & set(ids[4:])
         assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] == ids[0]
+
+    def test_its_name_there_outlives_a_full_disk(self, services, tmp_path, monkeypatch):
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        trackers.Trackers(config("wandb"), tmp_path)
+        before = (tmp_path / "trackers.json").read_bytes()
+        with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="trackers.json"):
+            patch.setattr(pathlib.Path, "write_text", full)
+            trackers.Trackers(config("wandb"), tmp_path)
+        assert (tmp_path / "trackers.json").read_bytes() == before
 
     def test_no_sink_is_nothing(self, tmp_path):
         sinks = trackers.Trackers(config(), tmp_path)

@@ -1,5 +1,6 @@
 """What hosts tell each other arrives as it was sent, and nothing that arrives is run."""
 
+import collections
 import pathlib
 import pickle
 
@@ -32,6 +33,16 @@ VALUES = [
 def test_values_arrive_as_they_were(value):
     found = wire.decode(wire.encode(value))
     assert found == value and type(found) is type(value)
+
+
+def test_what_json_takes_arrives_as_its_plain_type():
+    class Text(str):
+        pass
+
+    sent = [collections.OrderedDict(role=Text("user")), collections.Counter("aab")]
+    found = wire.decode(wire.encode(sent))
+    assert found == [{"role": "user"}, {"a": 2, "b": 1}]
+    assert [type(v) for v in (*found, found[0]["role"])] == [dict, dict, str]
 
 
 def test_groups_with_corrections_and_arrays_do():
