@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from rti_jax.config import Config, StopConfig
 from rti_jax.metrics import read_metrics
 
+ROLES = ("validator", "corrector", "verifier")
+
 
 class Budget:
     """What the run has used up so far.
@@ -31,7 +33,7 @@ class Budget:
 
     def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adds a step; returns the totals as metrics."""
-        self._tokens += metrics.get("rollout/sampled_tokens") or 0.0
+        self._tokens += sampled(metrics)
         self._seconds = self._before + self._clock() - self._started
         return {"run/sampled_tokens": self._tokens, "run/wall_seconds": self._seconds}
 
@@ -57,10 +59,18 @@ def end(config: Config, folder: pathlib.Path) -> End:
 
 def totals(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """(sampled tokens, seconds) of a run's steps; lines of older versions have the seconds of each step alone."""
-    tokens = sum(line.get("rollout/sampled_tokens") or 0.0 for line in lines)
+    tokens = sum(map(sampled, lines))
     if lines and (seconds := lines[-1].get("run/wall_seconds")) is not None:
         return tokens, seconds
     return tokens, sum(v for line in lines for name, v in line.items() if name.startswith("time/") and v)
+
+
+def sampled(line: Mapping[str, Any]) -> float:
+    """Tokens that a step sampled, those of broken and repeated episodes included, which rollout/sampled_tokens leaves
+    out; lines of older versions know these alone."""
+    if (policy := line.get("rollout/policy_tokens")) is None:
+        return line.get("rollout/sampled_tokens") or 0.0
+    return policy + sum(line.get(f"rti/{role}_tokens") or 0.0 for role in ROLES)
 
 
 def _spent(stop: StopConfig, tokens: float, seconds: float) -> str:

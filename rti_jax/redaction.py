@@ -27,7 +27,11 @@ _NAME = re.compile(
     r"|credentials?)$",
     re.IGNORECASE,
 )
-_NO_SECRET = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|mask|sep|cls|end|stop|image|video|audio)_token$", re.IGNORECASE)
+_NO_SECRET = re.compile(
+    r"(?:^|[_.-])(?:(?:eos|bos|pad|unk|mask|sep|cls|end|stop|image|video|audio)_token"
+    r"|(?:answer|cache|dict|group|index|lookup|map|primary|sort)_key)$",
+    re.IGNORECASE,
+)
 _URLS = (
     (re.compile(r"(://)[^/\s:@'\"]+(?::[^/\s@'\"]*)?@"), r"\1" + HIDDEN + "@"),
     (

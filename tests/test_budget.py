@@ -39,6 +39,12 @@ def test_tokens_of_all_steps_are_counted_over_resumes():
     assert resumed.spent() == "stop.tokens=500 (500 tokens were sampled)"
 
 
+def test_tokens_of_broken_episodes_and_of_roles_count():
+    line = {"rollout/sampled_tokens": 7.0, "rollout/policy_tokens": 100.0, "rti/validator_tokens": 20.0}
+    assert budget.sampled(line) == 120.0
+    assert budget.Budget(StopConfig(tokens=500)).add(line)["run/sampled_tokens"] == 120.0
+
+
 def test_hours_are_wall_time_without_what_lies_between_two_processes():
     stop, clock = StopConfig(hours=0.1), Clock()
     lines = steps(budget.Budget(stop, clock=clock), clock, 3)

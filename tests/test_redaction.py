@@ -105,6 +105,10 @@ class TestConfig:
         assert redaction.hidden_keys(shown.model_dump()) == ["env.headers.Authorization", "env.url"]
         assert redaction.hidden_keys({"env": {"system": "***"}}) == []
 
+    def test_keys_that_open_nothing_are_no_secrets(self):
+        assert redaction.names_secret("env.amap_key") and redaction.names_secret("OPENAI_API_KEY")
+        assert not any(map(redaction.names_secret, ("answer_key", "env.answer_key", "sort_key", "eos_token")))
+
     def test_the_run_folder_has_none_and_the_run_goes_on(self, tmp_path):
         run = runs.open_run(self.config(tmp_path))
         text = run.config.read_text()
