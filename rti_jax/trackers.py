@@ -130,9 +130,8 @@ class Trackers:
                     ) from error
                 logger.warning("%s did not start (%s): the run goes on without it", name, says)
             ids[name] = run_id
-        if ids:
             folder.mkdir(parents=True, exist_ok=True)
-            runs.write_json(path, ids)
+            runs.write_json(path, ids)  # also if the next one does not start: the run is begun there
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Sends the values that are numbers."""
