@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_model, make_qwen3
 
-from models import checkpoint_folder, hf, names, safetensors_file
+from models import checkpoint_folder, hf, names
 
 
 @pytest.fixture(scope="module")
@@ -250,16 +250,6 @@ class TestMultimodal:
         assert all(before[n] == after[n] for n in before.keys() - trained.keys())
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert config["dtype"] == config["text_config"].get("dtype", "float32") == "float32"
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 8), (7, 19), (64, 64), (1, 9), (0, 4), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", safetensors_file.DTYPES.values(), ids=str)
-def test_a_contiguous_copy_of_any_layout_has_the_same_values(shape, dtype):
-    array = np.arange(np.prod(shape), dtype=np.float32).astype(dtype).reshape(shape)
-    for view in (array, array.T, array[..., ::2] if shape else array):
-        copy = safetensors_file.contiguous(view)
-        assert copy.flags.c_contiguous and copy.dtype == dtype
-        np.testing.assert_array_equal(copy, np.ascontiguousarray(view).reshape(view.shape))
 
 
 class TestSaveSafely:
