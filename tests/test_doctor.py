@@ -601,6 +601,7 @@ class TestWithVLLM:
         assert done.returncode == 0 and report["ok"] and len(report["checks"]) == len(doctor.CHECKS), done.stdout
         assert {c["status"] for c in report["checks"]} == {"ok", "not applicable"}
 
+    @pytest.mark.exhaustive
     def test_a_tied_head_that_was_left_stale_is_named(self, monkeypatch):
         monkeypatch.setattr(weight_sync, "aliases", lambda expected: {})
         names = ("model", "tokenizer", "tasks", "devices", "engine", "engine and learner", "weight sync")

@@ -115,7 +115,7 @@ def test_eight_devices_have_the_same_first_loss(runs):
     np.testing.assert_allclose(eight["loss/total"], one["loss/total"], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sampling_beside_the_update_is_one_version_behind(tmp_path):
     train(tmp_path, "beside", "steps=3", "rollout.staleness=1", "eval.limit=1", "eval.trials=1")
     run = tmp_path / "beside"
