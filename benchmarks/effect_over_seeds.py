@@ -21,7 +21,7 @@ from rti_jax.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COMMON = ["eval.every=20"]
+COMMON = ["eval.every=20", "eval.limit=null"]
 ARMS: dict[str, list[str]] = {
     "rti": ["eval.roles=100"],
     "grpo": ["rti.enabled=false", "steps=48"],
