@@ -154,7 +154,7 @@ def write_results(plan: Study, command: str, errors: Mapping[str, str], page: pa
     unfinished = [job.name for job in plan.jobs if not job.done]
     sections = {
         "how": how(plan, command, unfinished, errors),
-        "claims": study_report.claims_text(verdicts, _notes(plan.folder)),
+        "claims": study_report.claims_text(verdicts, {} if plan.quick else _notes(plan.folder)),  # of the full run
         "tables": study_report.tables(results, reference),
     }
     curves = study_report.curves(results, plan.plan.charts) if results.runs else {}
