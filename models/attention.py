@@ -1,19 +1,18 @@
 """Causal attention over packed rows, with memory linear in the row's length.
 
 Every implementation computes softmax(q k^T / sqrt(H)) v, where a token sees itself and the earlier tokens of its own
-segment. Segment 0 is padding: its outputs are finite and mean nothing.
+segment, whose tokens follow each other. Segment 0 is padding: its outputs are finite and mean nothing.
 
-`blockwise` is plain JAX and runs everywhere: FlashAttention's backward pass (Dao et al., arXiv 2205.14135, section 3.1)
-with blocks of queries against all keys before their end. In it, heads are split into K key/value heads and G query
-heads that share one, and R = G * block is the rows of one matrix product.
+`blockwise` is plain JAX and runs everywhere: FlashAttention in tiles of queries and keys (Dao, arXiv 2307.08691,
+algorithms 1 and 2). Tiles after the diagonal are not computed, nor, but for short rows, those before the segments of
+their queries and those of padding alone. In it, heads are split into K key/value heads and G query heads
+that share one, and R = G * block is the rows of one matrix product.
 
 Where devices share a row's tokens (mesh axis context), each has the queries of its part and gathers all keys and
-values; the gradients of these are summed back onto their parts. Every device then computes its queries against all keys
-of the row, masked: twice what the causal half needs, but the last part, for which all wait, needs nearly that anyway.
+values; the gradients of these are summed back onto their parts.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,9 +22,9 @@ from models import names
 from models.accelerated_attention import cudnn, cudnn_can, splash, splash_can
 from models.layers import Execution, wide
 
-BLOCK = 128  # query tokens at a time
-SHORT, SHORT_BLOCK = 512, 64  # rows up to SHORT tokens: smaller blocks skip more of the masked half
-SPANS = 4  # a row is cut into at most this many unrolled spans of blocks; a block sees the keys up to its span's end
+# Queries, and keys, of a tile: on CPU what fits its caches, elsewhere what keeps a device busy.
+CPU_BLOCKS, ACCELERATOR_BLOCKS = (64, 256), (1024, 1024)  # least and most; in between, a quarter of the row
+UNROLLED = 512  # tokens of a row up to which all tiles before the diagonal are in the program, to run beside each other
 HIDDEN_SCORE = -1e30  # finite, so that a row without visible keys stays finite
 
 
@@ -43,8 +42,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, 
     if implementation == "splash":
         return splash(q, k, v, segment_ids, execution.mesh, parts)
     run = cudnn if implementation == "cudnn" else blockwise
-    if parts > 1:
-        return _gathered(run, q, k, v, segment_ids, execution.mesh)
+    if parts > 1 or (run is blockwise and execution.mesh is not None and execution.mesh.size > 1):
+        return _on_each(run, q, k, v, segment_ids, execution.mesh, parts)
     return run(q, k, v, segment_ids)
 
 
@@ -56,11 +55,16 @@ def _best(backend: str, q: jax.Array, parts: int = 1) -> str:
     return "blockwise"
 
 
-def _gathered(run, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, mesh) -> jax.Array:
-    """`run` for the tokens of each device, with the keys and values of the whole row."""
+def _on_each(run, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, mesh, parts: int) -> jax.Array:
+    """`run` for the rows, heads and tokens of each device, with the keys and values of whole rows.
+
+    So a device visits its own rows' tiles and no others; left to the compiler, all would visit those of any.
+    """
     (context,) = names.SHARDING_RULES["tokens"]
 
     def local(q, k, v, segment_ids):
+        if parts == 1:
+            return run(q, k, v, segment_ids)
         k, v, others = (jax.lax.all_gather(x, context, axis=1, tiled=True) for x in (k, v, segment_ids))
         return run(q, k, v, segment_ids, part=Part(others, jax.lax.axis_index(context) * q.shape[1]))
 
@@ -83,136 +87,171 @@ class Part(NamedTuple):
 def blockwise(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int | None = None, part: Part | None = None
 ) -> jax.Array:
-    """`attention` in plain JAX. Holds [B, N, block, T] scores at a time, in the backward pass too.
+    """`attention` in plain JAX. Holds the scores [B, N, block, block] of a tile at a time, in the backward pass too.
 
     Args:
-      block: query tokens at a time.
+      block: queries, and keys, of a tile.
       part: q, of T tokens, is a part of a row of S, whose keys and values k and v are.
     """
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
-    block = block or (SHORT_BLOCK if length <= SHORT else BLOCK)
-    padding = -length % block if length > block else 0
-    if padding:
-        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
-        q, *others = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in ((q, k, v) if part is None else (q,)))
-        k, v = others or (k, v)
-    grouped = (q * dim**-0.5).reshape(batch, length + padding, kv_heads, heads // kv_heads, dim)
-    out = _blocks(
-        grouped.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids, part, block
-    )
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length + padding, heads, dim)[:, :length]
+    block = min(block or _block(length), length)
+    q, k, v, segment_ids = (_fill(x, block) for x in (q, k, v, segment_ids))
+    part = part and part._replace(segment_ids=_fill(part.segment_ids, block))
+    grouped = (q * dim**-0.5).reshape(batch, -1, block, kv_heads, heads // kv_heads, dim)
+    rows = grouped.transpose(1, 0, 3, 4, 2, 5).reshape(grouped.shape[1], batch, kv_heads, -1, dim)
+    out = _tiles(rows, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segment_ids, part, block)
+    out = out.reshape(-1, batch, kv_heads, heads // kv_heads, block, dim).transpose(1, 0, 4, 2, 3, 5)
+    return out.reshape(batch, -1, heads, dim)[:, :length]
+
+
+def _block(length: int) -> int:
+    least, most = CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
+    return max(least, min(-(-length // 4), most))
+
+
+def _fill(x: jax.Array, multiple: int) -> jax.Array:
+    """x [B, T, ...] with zeros after its tokens, up to a multiple."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), *((0, 0),) * (x.ndim - 2)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _blocks(q, k, v, segment_ids, part: Part | None, block: int):
-    """q [B, K, G, T, H] (scaled), k and v [B, K, S, H] -> [B, K, G, T, H]; S is T unless q is a `part`."""
+def _tiles(q, k, v, segment_ids, part: Part | None, block: int):
+    """Scaled queries in blocks [T / block, B, K, R, H], k and v [B, K, S, H] -> as q."""
     return _forward(q, k, v, segment_ids, part, block)[0]
 
 
 def _forward(q, k, v, segment_ids, part: Part | None, block: int):
-    outs, normalisers = [], []
-    for keys, starts in _spans(q.shape[3], block, part and k.shape[2]):
+    """Algorithm 1 of arXiv 2307.08691: of each tile the highest score, the softmax's sum and the weighted values."""
 
-        def one(start, keys=keys):
-            scores = _scores(q, k, segment_ids, part, start, keys, block)
+    def of_block(_, inputs):
+        place, rows = inputs
+
+        def of_tile(tile):
+            scores = _scores(rows, _tile(k, tile, block), segment_ids, part, place.block, tile, block)
             peak = jnp.max(scores, axis=-1, keepdims=True)
             weights = jnp.exp(scores - peak)
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            out = _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), v[:, :, :keys]) / total
-            return _unfold(out.astype(q.dtype), q), _unfold(peak + jnp.log(total), q)
+            values = _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), _tile(v, tile, block))
+            return peak, jnp.sum(weights, axis=-1, keepdims=True), values
 
-        out, normaliser = _each(one, starts)
-        outs.append(out)
-        normalisers.append(normaliser)
-    out, normaliser = jnp.concatenate(outs, axis=3), jnp.concatenate(normalisers, axis=3)
+        def join(state, part, _):
+            peak = jnp.maximum(state[0], part[0])
+            old, new = jnp.exp(state[0] - peak), jnp.exp(part[0] - peak)
+            return peak, *(a * old + b * new for a, b in zip(state[1:], part[1:], strict=True))
+
+        column = jnp.zeros((*rows.shape[:-1], 1), wide(rows))
+        nothing = column + HIDDEN_SCORE, column, jnp.zeros(rows.shape, wide(rows))
+        peak, total, out = _over_tiles(place, of_tile, join, nothing)
+        total = jnp.maximum(total, 1.0)  # as it is where a key is visible: the highest score's own term
+        return None, ((out / total).astype(q.dtype), peak + jnp.log(total))
+
+    blocks = _visible_tiles(segment_ids, part, block), q
+    _, (out, normaliser) = _over_blocks(of_block, None, blocks, _unrolled(q, part, block))
     return out, (q, k, v, segment_ids, part, out, normaliser)
 
 
 def _backward(block: int, saved, d_out):
+    """Algorithm 2 of arXiv 2307.08691, queries outside: the three gradients are sums over tiles."""
     q, k, v, segment_ids, part, out, normaliser = saved
     delta = jnp.sum((d_out * out).astype(wide(out)), axis=-1, keepdims=True)
-    d_q, d_k, d_v = [], jnp.zeros(k.shape, wide(k)), jnp.zeros(v.shape, wide(v))
-    for keys, starts in _spans(q.shape[3], block, part and k.shape[2]):
 
-        def one(start, keys=keys):
-            scores = _scores(q, k, segment_ids, part, start, keys, block)
-            weights = jnp.exp(scores - _fold(normaliser, start, block))
-            d = _fold(d_out, start, block)
-            d_weights = _product("BKRH,BKSH->BKRS", d, v[:, :, :keys])
-            d_scores = (weights * (d_weights - _fold(delta, start, block))).astype(q.dtype)
-            d_keys = _product("BKRS,BKRH->BKSH", d_scores, _fold(q, start, block))
+    def of_block(gradients, inputs):
+        place, rows, d, normaliser, delta = inputs
+
+        def of_tile(tile):
+            keys, values = _tile(k, tile, block), _tile(v, tile, block)
+            scores = _scores(rows, keys, segment_ids, part, place.block, tile, block)
+            weights = jnp.exp(scores - normaliser)
+            d_scores = (weights * (_product("BKRH,BKSH->BKRS", d, values) - delta)).astype(q.dtype)
+            d_keys = _product("BKRS,BKRH->BKSH", d_scores, rows)
             d_values = _product("BKRS,BKRH->BKSH", weights.astype(q.dtype), d)
-            d_query = _product("BKRS,BKSH->BKRH", d_scores, k[:, :, :keys])
-            return _unfold(d_query.astype(q.dtype), q), d_keys, d_values
+            return _product("BKRS,BKSH->BKRH", d_scores, keys), d_keys, d_values
 
-        d_query, d_keys, d_values = _each(one, starts, sums=2)
-        d_q.append(d_query)
-        d_k = d_k.at[:, :, :keys].add(d_keys)
-        d_v = d_v.at[:, :, :keys].add(d_values)
-    return jnp.concatenate(d_q, axis=3), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+        def join(state, part, tile):
+            return state[0] + part[0], *(_add(a, b, tile, block) for a, b in zip(state[1:], part[1:], strict=True))
 
+        d_rows, *gradients = _over_tiles(place, of_tile, join, (jnp.zeros(rows.shape, wide(rows)), *gradients))
+        return tuple(gradients), d_rows.astype(q.dtype)
 
-_blocks.defvjp(_forward, _backward)
-
-
-def _spans(length: int, block: int, keys: int | None = None) -> list[tuple[int, range]]:
-    """(end of the visible keys, starts of the query blocks) of each span of a row, or of a part of a row of `keys`."""
-    if keys:  # which part is known to the device alone
-        return [(keys, range(0, length, block))]
-    blocks = math.ceil(length / block)
-    per_span = math.ceil(blocks / SPANS)
-    firsts = range(0, blocks, per_span)
-    return [
-        (min((i + per_span) * block, length), range(i * block, min((i + per_span), blocks) * block, block))
-        for i in firsts
-    ]
+    zeros = jnp.zeros(k.shape, wide(k)), jnp.zeros(v.shape, wide(v))
+    blocks = _visible_tiles(segment_ids, part, block), q, d_out, normaliser, delta
+    (d_k, d_v), d_q = _over_blocks(of_block, zeros, blocks, _unrolled(q, part, block))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
-def _each(one, starts: range, sums: int = 0):
-    """`one(start)` for every block of a span: results joined along T, the last `sums` of them added up."""
-    if len(starts) == 1:
-        return one(starts[0])
-
-    def step(totals, start):
-        results = one(start)
-        split = len(results) - sums
-        return tuple(t + r for t, r in zip(totals, results[split:], strict=True)), results[:split]
-
-    shapes = jax.eval_shape(one, starts[0])
-    zeros = tuple(jnp.zeros(s.shape, s.dtype) for s in shapes[len(shapes) - sums :])
-    totals, joined = jax.lax.scan(step, zeros, jnp.asarray(starts))
-    return *(_join(x) for x in joined), *totals
+_tiles.defvjp(_forward, _backward)
 
 
-def _join(x: jax.Array) -> jax.Array:
-    """[blocks, B, K, G, block, ...] -> [B, K, G, blocks * block, ...]."""
-    x = jnp.moveaxis(x, 0, 3)
-    return x.reshape(*x.shape[:3], -1, x.shape[-1])
+class Place(NamedTuple):
+    """Of each block of queries, int [T / block]: its number, and the tiles of keys from `first` to `end`, exclusive.
+
+    In unrolled rows a block's number is a Python int.
+    """
+
+    block: jax.Array | int
+    first: jax.Array
+    end: jax.Array
 
 
-def _scores(q, k, segment_ids, part: Part | None, start, keys: int, block: int) -> jax.Array:
-    """Scores [B, K, R, keys] in float32 of one block; `HIDDEN_SCORE` where a key is not visible."""
+def _visible_tiles(segment_ids: jax.Array, part: Part | None, block: int) -> Place:
+    """From the tile in which the first query's segment begins, in any row, to that of the last query's own key."""
     others, first = part or (segment_ids, 0)
-    rows = _fold(q, start, block)
-    scores = _product("BKRH,BKSH->BKRS", rows, k[:, :, :keys])
-    tokens = rows.shape[2] // q.shape[2]
-    own = jax.lax.dynamic_slice_in_dim(segment_ids, start, tokens, axis=1)
-    visible = jnp.arange(keys) <= first + start + jnp.arange(tokens)[:, None]
-    visible = visible & (own[:, :, None] == others[:, None, :keys])
-    grouped = scores.reshape(*scores.shape[:2], q.shape[2], tokens, keys)
+    begins = jnp.pad(others[:, 1:] != others[:, :-1], ((0, 0), (1, 0)))
+    begin = jax.lax.cummax(jnp.where(begins, jnp.arange(others.shape[1]), 0), axis=1).min(0)
+    starts = jnp.arange(0, segment_ids.shape[1], block)
+    first_tile, end = begin[first + starts] // block, -(-(first + starts + block) // block)
+    filled = (segment_ids != 0).any(0).reshape(-1, block).any(1)
+    end = jnp.where(filled, jnp.minimum(end, others.shape[1] // block), first_tile)
+    return Place(jnp.arange(len(starts)), first_tile, end)
+
+
+def _unrolled(blocks, part: Part | None, block: int) -> bool:
+    return part is None and len(blocks) * block <= UNROLLED
+
+
+def _over_blocks(of_block, carry, blocks, unroll: bool):
+    """`jax.lax.scan`, or the same written out."""
+    if not unroll:
+        return jax.lax.scan(of_block, carry, blocks)
+    outputs = []
+    for i in range(len(blocks[0].first)):
+        place, *inputs = jax.tree.map(lambda x, i=i: x[i], blocks)
+        carry, output = of_block(carry, (place._replace(block=i), *inputs))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+
+
+def _over_tiles(place: Place, of_tile, join, state):
+    """join(state, of_tile(tile), tile) for every visible tile; of an unrolled row, for all before the diagonal."""
+    if not isinstance(place.block, int):
+        return jax.lax.fori_loop(place.first, place.end, lambda tile, state: join(state, of_tile(tile), tile), state)
+    for tile in range(place.block + 1):
+        state = join(state, of_tile(tile), tile)
+    return state
+
+
+def _scores(rows, keys, segment_ids, part: Part | None, block_number, tile, block: int) -> jax.Array:
+    """Scores [B, K, R, keys] of a tile in float32; `HIDDEN_SCORE` where a key is not visible."""
+    others, first = part or (segment_ids, 0)
+    query, key = (i * block + jnp.arange(block) for i in (block_number, tile))
+    own, others = (
+        jax.lax.dynamic_slice_in_dim(ids, i * block, block, axis=1)
+        for ids, i in ((segment_ids, block_number), (others, tile))
+    )
+    visible = (key <= first + query[:, None]) & (own[:, :, None] == others[:, None, :])
+    scores = _product("BKRH,BKSH->BKRS", rows, keys)
+    grouped = scores.reshape(*scores.shape[:2], -1, block, block)
     return jnp.where(visible[:, None, None], grouped, HIDDEN_SCORE).reshape(scores.shape)
 
 
-def _fold(x: jax.Array, start, block: int) -> jax.Array:
-    """Block of x [B, K, G, T, H] as rows [B, K, R, H]."""
-    part = jax.lax.dynamic_slice_in_dim(x, start, min(block, x.shape[3]), axis=3)
-    return part.reshape(*x.shape[:2], -1, x.shape[-1])
+def _tile(x: jax.Array, tile, block: int) -> jax.Array:
+    """Tokens of a tile of x [B, K, S, H]."""
+    return jax.lax.dynamic_slice_in_dim(x, tile * block, block, axis=2)
 
 
-def _unfold(x: jax.Array, q: jax.Array) -> jax.Array:
-    """Rows [B, K, R, H] -> [B, K, G, block, H]."""
-    return x.reshape(*x.shape[:2], q.shape[2], -1, x.shape[-1])
+def _add(x: jax.Array, values: jax.Array, tile, block: int) -> jax.Array:
+    """x [B, K, S, H] with `values` added to a tile."""
+    return jax.lax.dynamic_update_slice_in_dim(x, _tile(x, tile, block) + values, tile * block, axis=2)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

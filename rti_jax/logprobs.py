@@ -19,6 +19,7 @@ from rti_jax.placement import ROW_AXES, TOKEN_AXES, activation_axes, row_spec, s
 
 CHUNK_BYTES = 2**28  # of float32 logits held at a time, at most
 CHUNK_TOKENS = 2048  # small vocabularies: larger chunks fall out of the CPU's caches
+KEPT_BYTES = 2**29  # logits that take no more are kept for the backward pass, which else computes them again
 
 
 def token_logprobs(
@@ -33,7 +34,7 @@ def token_logprobs(
     chunk: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probabilities of `tokens` under softmax(hidden head / temperature), never holding [B, T, V].
+    """Log-probabilities of `tokens` under softmax(hidden head / temperature); logits [B, T, V] up to KEPT_BYTES alone.
 
     Args:
       hidden: [B, T, D], states after the final norm; the state at t predicts the token at t + 1.
@@ -79,6 +80,12 @@ def chunk_columns(rows: int, length: int, vocabulary: int, chunk: int | None = N
     return -(-length // -(-rows * length // tokens_held))
 
 
+def kept_bytes(rows: int, length: int, vocabulary: int) -> int:
+    """Bytes of float32 logits of a device's [rows, length] that the forward pass keeps for the backward pass."""
+    size = 4 * rows * length * vocabulary
+    return size if size <= KEPT_BYTES else 0
+
+
 def _in_chunks(hidden, head, targets, scale, chunk: int | None, entropy: bool, through: bool):
     """`_fused` of one device's part [B, T], filled up to whole chunks."""
     length = targets.shape[1]
@@ -94,11 +101,21 @@ def _fused(hidden, head, targets, scale, columns: int, entropy: bool, through: b
 
     The entropies' gradient is left out unless it flows `through`.
     """
-    return _forward(hidden, head, targets, scale, columns, entropy, through)[0]
+    return _values(hidden, head, targets, scale, columns, entropy, keep=False)[0]
 
 
 def _forward(hidden, head, targets, scale, columns: int, entropy: bool, through: bool):
-    """Log-probabilities and entropies [B, T] of `targets`, `columns` columns of the batch at a time."""
+    """`_fused`, and what its backward pass needs."""
+    keep = kept_bytes(*targets.shape, head.shape[1]) > 0
+    outputs, saved = _values(hidden, head, targets, scale, columns, entropy, keep)
+    return outputs, (hidden, head, targets, scale, *saved)
+
+
+def _values(hidden, head, targets, scale, columns: int, entropy: bool, keep: bool):
+    """Log-probabilities and entropies [B, T] of `targets`, `columns` columns of the batch at a time.
+
+    And the log of the softmax's sums [B, T], and all logits [chunks, B, columns, V], or None, where they are not kept.
+    """
     weights = head.astype(hidden.dtype)
 
     def one(_, start):
@@ -106,11 +123,11 @@ def _forward(hidden, head, targets, scale, columns: int, entropy: bool, through:
         picked = jnp.take_along_axis(logits, _slice(targets, start, columns)[..., None], axis=-1)[..., 0]
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         spread = _entropy(logits - normaliser[..., None]) if entropy else normaliser
-        return None, (picked - normaliser, normaliser, spread)
+        return None, (picked - normaliser, normaliser, spread, logits if keep else None)
 
-    _, outputs = jax.lax.scan(one, None, jnp.arange(0, hidden.shape[1], columns))
+    _, (*outputs, kept) = jax.lax.scan(one, None, jnp.arange(0, hidden.shape[1], columns))
     values, normaliser, spread = (_unchunk(x) for x in outputs)
-    return (values, spread), (hidden, head, targets, scale, normaliser)
+    return (values, spread), (normaliser, kept)
 
 
 def _entropy(table: jax.Array) -> jax.Array:
@@ -138,13 +155,14 @@ def _wide(x: jax.Array) -> jnp.dtype:
 
 
 def _backward(columns, entropy, through, saved, cotangents):
-    """d log p / d logits = onehot - softmax and d H / d logits = -p (log p + H), recomputed chunk by chunk."""
-    hidden, head, targets, scale, normaliser = saved
+    """d log p / d logits = onehot - softmax and d H / d logits = -p (log p + H), chunk by chunk."""
+    hidden, head, targets, scale, normaliser, kept = saved
     weights = head.astype(hidden.dtype)
 
-    def one(d_head, start):
+    def one(d_head, chunk):
+        start, logits = chunk
         h = _slice(hidden, start, columns)
-        logits = _logits(h, weights, scale)
+        logits = _logits(h, weights, scale) if logits is None else logits
         hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == _slice(targets, start, columns)[..., None]
         probabilities = jnp.exp(logits - _slice(normaliser, start, columns)[..., None])
         d_logits = (_slice(cotangents[0], start, columns) * scale)[..., None] * (hit - probabilities)
@@ -157,7 +175,7 @@ def _backward(columns, entropy, through, saved, cotangents):
         return d_head, jnp.einsum("BTV,DV->BTD", d_logits, weights)
 
     starts = jnp.arange(0, hidden.shape[1], columns)
-    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, _wide(hidden)), starts)
+    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, _wide(hidden)), (starts, kept))
     return _unchunk(d_hidden), d_head.astype(head.dtype), None, None
 
 

@@ -14,7 +14,7 @@ from models import gated_delta, names
 from models.names import Tensor
 from rti_jax import learner
 from rti_jax.config import Config
-from rti_jax.logprobs import chunk_columns
+from rti_jax.logprobs import chunk_columns, kept_bytes
 from rti_jax.optimizer import make_optimizer, total_updates
 
 FLOAT32 = 4
@@ -159,11 +159,15 @@ def layer_workspace(model: Any, tokens: int, recurrent_share: int = 1) -> float:
 
 
 def logits_workspace(model: Any, rows: int, length: int) -> float:
-    """A chunk's logits, probabilities and their gradient, the head in the compute dtype, and its float32 gradient."""
+    """A chunk's logits, probabilities and their gradient, the head in the compute dtype, and its float32 gradient.
+
+    And all logits, where they are few enough to be kept for the backward pass.
+    """
     c, size = model.config, SIZES[model.execution.dtype]
     chunk = rows * chunk_columns(rows, length, c.vocab_size) * c.vocab_size
     head, hidden = c.hidden_size * c.vocab_size, rows * length * c.hidden_size
-    return chunk * (2 * FLOAT32 + size) + head * (size + FLOAT32) + 2 * hidden * size
+    kept = kept_bytes(rows, length, c.vocab_size)
+    return chunk * (2 * FLOAT32 + size) + kept + head * (size + FLOAT32) + 2 * hidden * size
 
 
 def layer_kinds(config: Any) -> dict[str, int]:

@@ -9,6 +9,7 @@ import pytest
 from tiny_models import make_qwen3, reference_logprobs
 
 from models import hf
+from rti_jax import logprobs
 from rti_jax.logprobs import Scorer, token_logprobs
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
@@ -70,7 +71,15 @@ class TestValues:
         assert logprobs.shape == (2, 1) and (logprobs == 0).all()
 
 
+@pytest.fixture(params=["kept", "computed again"])
+def logits(request, monkeypatch):
+    """Whether the backward pass finds the logits or computes them."""
+    if request.param == "computed again":
+        monkeypatch.setattr(logprobs, "KEPT_BYTES", 0)
+
+
 class TestGradient:
+    @pytest.mark.usefixtures("logits")
     @pytest.mark.parametrize("chunk", [None, 4])
     def test_equals_the_naive_one(self, chunk):
         hidden, head, tokens, d = draw()
@@ -90,6 +99,7 @@ class TestGradient:
         grads = jax.grad(lambda h, w: token_logprobs(h, w, tokens, SEGMENTS, entropy=True)[1].sum(), (0, 1))
         assert all((g == 0).all() for g in grads(hidden, head))
 
+    @pytest.mark.usefixtures("logits")
     @pytest.mark.parametrize("chunk", [None, 4])
     def test_entropy_has_one_where_it_is_asked_for(self, chunk):
         hidden, head, tokens, d = draw()
@@ -110,18 +120,22 @@ class TestGradient:
         grad = jax.grad(lambda w: token_logprobs(hidden.astype(jnp.bfloat16), w, tokens, SEGMENTS)[0].sum())(head)
         assert grad.dtype == jnp.float32
 
-    def test_all_logits_are_never_held(self):
+    @pytest.mark.parametrize(("kept", "largest"), [(256 * 512 * 4, 256 * 512), (256 * 512 * 4 - 1, 32 * 512)])
+    def test_all_logits_are_never_held_beyond_a_bound(self, kept, largest, monkeypatch):
+        monkeypatch.setattr(logprobs, "KEPT_BYTES", kept)
         hidden, head, tokens, _ = draw(batch=4, length=64, width=2, vocabulary=512)
         ones = jnp.ones((4, 64), jnp.int32)
 
         def loss(hidden, head):
             return token_logprobs(hidden, head, tokens, ones, entropy=True, chunk=32)[0].sum()
 
-        text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head))
-        assert "f32[4,8,512]" in text  # 32 tokens
-        shapes = re.findall(r"\w+\[([\d,]+)\]", text)
-        # forward and backward: nothing is as large as all logits, 256 * 512; the largest are a chunk's
-        assert max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes) == 32 * 512
+        def sizes(function):
+            text = str(jax.make_jaxpr(function)(hidden, head))
+            assert "f32[4,8,512]" in text  # 32 tokens
+            return [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\w+\[([\d,]+)\]", text)]
+
+        assert max(sizes(jax.grad(loss, (0, 1)))) == largest  # all logits are 256 * 512, a chunk's 32 * 512
+        assert max(sizes(loss)) == 32 * 512  # without a gradient never
 
 
 class Counting:
