@@ -147,6 +147,11 @@ class Recorder:
         if self._display:
             self._display.watch(usage, at_once)
 
+    def collected(self, step: int, usage: live.Usage) -> None:
+        """Tells the display what the groups of a step have cost, whose line comes after its update."""
+        if self._display:
+            self._display.collected(step, usage)
+
     def warn(self, text: str) -> None:
         """A line that should not be missed."""
         self._say(f"warning: {text}", style="bold yellow")
@@ -226,7 +231,7 @@ class Unrecorded:
     def _nothing(self, *_) -> None:
         pass
 
-    write = evaluation = roles = phase = watch = warn = _nothing
+    write = evaluation = roles = phase = watch = collected = warn = _nothing
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:
