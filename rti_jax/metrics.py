@@ -126,7 +126,12 @@ class Recorder:
     @classmethod
     def of(cls, config: Config, folder: pathlib.Path, step: int, console: Console | None = None) -> "Recorder":
         """The recorder of a run, with the sinks that its config names. Raises ConfigError if one does not start."""
-        return cls(folder, config.steps, step, console, Trackers(config, folder))
+        trackers = Trackers(config, folder)
+        try:
+            return cls(folder, config.steps, step, console, trackers)
+        except BaseException:  # its files cannot be opened: nobody else has the sinks
+            trackers.finish()
+            raise
 
     def __enter__(self) -> "Recorder":
         if self._display:
