@@ -155,7 +155,7 @@ class Trainer:
         self._ahead = False  # whether it is being sampled
         self._updated = threading.Event()
         self._updated.set()
-        if config.rollout.staleness and (stored := learner.extra.get("next")):
+        if stored := learner.extra.pop("next", None):  # as JSON it would stay in memory for the whole run
             self._next = Collected.restored(stored, self.hosts)
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(
