@@ -223,6 +223,18 @@ class TestFits:
         for change in (c.split(" ")[0] for c in changes if c.startswith(("batch.rows", "engine.m", "optimizer"))):
             assert rti(path, wide, change).exit_code == 0, change
 
+    @pytest.mark.parametrize("proposed", [True, False], ids=["with_rti", "grpo"])
+    def test_sampling_in_turn_is_proposed_where_that_saves_memory(self, proposed):
+        path, fraction = CONFIGS / "tau2_retail_qwen3_8b.yaml", 0.5 if proposed else 0.6
+        beside = ["rollout.staleness=1", f"rti.enabled={proposed}".lower(), f"engine.memory_fraction={fraction}"]
+        before = json.loads(rti(path, "--json", *beside).output)
+        assert not before["fits"] and bool(before["parts"]["held"]) is proposed
+        assert any(c.startswith("rollout.staleness=0 ") for c in before["changes"]) is proposed
+        if proposed:
+            after = rti(path, "--json", *beside, "rollout.staleness=0")
+            assert after.exit_code == 0 and "rollout.staleness=0 (92.3 GB)" in before["changes"]
+            assert json.loads(after.output)["bytes_per_device"] == pytest.approx(92.3e9, rel=0.001)
+
     def test_an_engine_without_room_for_a_sequence_does_not(self):
         done = rti(CONFIGS / "tau2_retail_qwen3_8b.yaml", "engine.memory_fraction=0.18", "--json")
         result = json.loads(done.output)
