@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from importlib.machinery import PathFinder
 
 import jax
 import jax.numpy as jnp
@@ -336,9 +337,12 @@ class TestInput:
         assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}"), done.output
         assert len(done.stderr.splitlines()) == 1
 
-    def test_compile_without_its_compiler_says_what_to_install(self, monkeypatch):
+    @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a_folder_of_its_name"])
+    def test_compile_without_its_compiler_says_what_to_install(self, monkeypatch, tmp_path, folder):
         monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-        monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
+        if folder:  # as `pip install --target libtpu` makes one: on the path it is a package without contents
+            (tmp_path / "libtpu").mkdir()
+        monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda n: PathFinder.find_spec(n, [str(tmp_path)]))
         done = rti(CONFIGS / "navigation_qwen3_8b.yaml", "--compile", "--chip", "v5p")
         assert done.exit_code == 2 and "pip install libtpu" in done.stderr
 
