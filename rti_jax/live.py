@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rti_jax.types import RoleUsage, Status
+from rti_jax.types import SAMPLERS, RoleUsage, Status
 
-ROLES = ("policy", "validator", "corrector", "verifier")
 ERRORS = {
     "rollout/truncated": "truncated",
     "rollout/environment_error": "environment",
@@ -49,7 +48,9 @@ class Display:
         self._phase = self._now.add_task("", total=None, queue="", visible=False)
         self._totals: collections.Counter[str] = collections.Counter()
         self._broken: collections.Counter[str] = collections.Counter()  # of the step in progress
-        self._waiting: dict[int, tuple[Usage, collections.Counter[str]]] = {}  # the same of steps that wait for their line
+        self._waiting: dict[
+            int, tuple[Usage, collections.Counter[str]]
+        ] = {}  # the same of steps that wait for their line
         self._last: Mapping[str, Any] = {}
         self._usage: Callable[[], Usage] = dict
         self._at_once = 0
@@ -138,7 +139,7 @@ class Display:
         for name in ("role", "calls", "tokens", "seconds"):
             table.add_column(name, justify="left" if name == "role" else "right", header_style="dim")
         parts = [self._usage(), *(usage for usage, _ in list(self._waiting.values()))]
-        for role in ROLES:
+        for role in SAMPLERS:
             new = [usage[role] for usage in parts if role in usage]
             cells = (self._so_far(role, k) + sum(getattr(u, k) for u in new) for k in ("calls", "tokens", "seconds"))
             table.add_row(role, *(f"{value:,.0f}" for value in cells))
