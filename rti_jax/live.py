@@ -29,6 +29,7 @@ ERRORS = {
     "optimizer/skipped": "updates skipped",
 }
 Usage = Mapping[str, RoleUsage]
+Counts = collections.Counter[str]
 
 
 class Display:
@@ -46,11 +47,9 @@ class Display:
         self._now = Progress(*columns, TextColumn("{task.fields[queue]}"), console=console)
         self._steps = self._whole.add_task("steps", total=steps, completed=step)
         self._phase = self._now.add_task("", total=None, queue="", visible=False)
-        self._totals: collections.Counter[str] = collections.Counter()
-        self._broken: collections.Counter[str] = collections.Counter()  # of the step in progress
-        self._waiting: dict[
-            int, tuple[Usage, collections.Counter[str]]
-        ] = {}  # the same of steps that wait for their line
+        self._totals: Counts = collections.Counter()
+        self._broken: Counts = collections.Counter()  # of the step in progress
+        self._waiting: dict[int, tuple[Usage, Counts]] = {}  # cost and the same of steps that wait for their line
         self._last: Mapping[str, Any] = {}
         self._usage: Callable[[], Usage] = dict
         self._at_once = 0
