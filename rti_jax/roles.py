@@ -21,7 +21,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from envs.base import Evidence, Message
 from envs.chat_api import split_thinking
 from rti_jax.chat import Chat, ParsedTurn
-from rti_jax.config import ConfigError, RoleConfig, RTIConfig, SamplingConfig
+from rti_jax.config import ConfigError
+from rti_jax.config_sections import RoleConfig, RTIConfig, SamplingConfig
 from rti_jax.engine import Engine, GenerateRequest
 from rti_jax.engine_errors import CutOffError
 from rti_jax.rollout import TurnView

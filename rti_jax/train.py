@@ -14,7 +14,7 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
 With `rollout.staleness=1` the next step's groups are sampled while the update runs (rti_jax/overlap.py).
 
 Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
-run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
+run that was interrupted goes on where it was. Choices that the paper leaves open are marked "ours" in docs/config.md.
 
 On several hosts every process runs this program (rti_jax/hosts.py, docs/clusters.md): tasks of a step are divided by
 their number, each host samples its own with its own engine, and all compute each update together. Process 0 alone

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rti_jax import types
-from rti_jax.config import RolesConfig
+from rti_jax.config_sections import RolesConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rti_jax", "models", "envs")
