@@ -66,7 +66,8 @@ def topology_mesh(config: Config, chip: Chip) -> Any:
     if math.prod(shape) not in TOPOLOGIES[chip.name]:
         known = ", ".join(str(n) for n in TOPOLOGIES[chip.name])
         raise ConfigError(f"--compile: {chip.name} comes in slices of {known} devices, not {math.prod(shape)}")
-    if "TPU_LIBRARY_PATH" not in os.environ and importlib.util.find_spec("libtpu") is None:
+    spec = importlib.util.find_spec("libtpu")
+    if "TPU_LIBRARY_PATH" not in os.environ and (spec is None or spec.origin is None):  # DIR itself is no package
         raise ConfigError(
             "--compile needs TPU's compiler: pip install libtpu (a folder of its own, pip install --target DIR "
             "--no-deps libtpu and TPU_LIBRARY_PATH=DIR/libtpu/libtpu.so, leaves JAX as it is)"

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from rti_jax.config import Config, StopConfig
 from rti_jax.metrics import read_metrics
-
-ROLES = ("validator", "corrector", "verifier")
+from rti_jax.types import ROLES
 
 
 class Budget:

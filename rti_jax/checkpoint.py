@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import shutil
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -83,6 +84,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         _barrier(f"clear {step}")
+        _silence_late_writes()
         with writing(folder):
             writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             writer.save(folder / STATE, ocp.args.Composite(**_items(state)), force=True)
@@ -276,6 +278,24 @@ def _write(path: pathlib.Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _silence_late_writes() -> None:
+    """Orbax closes its event loop when a write fails, and Python prints a traceback for each one that ends after that.
+
+    `wait` raises what went wrong; everything else that cannot be raised goes to the hook that there was.
+    """
+    before = sys.unraisablehook
+    if hasattr(before, "silences_late_writes"):
+        return
+
+    def hook(found: Any) -> None:
+        closed = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+        if not closed or found.object is not None:  # TensorStore's callback has no object
+            before(found)
+
+    hook.silences_late_writes = True
+    sys.unraisablehook = hook
 
 
 def _first_process() -> bool:

@@ -114,6 +114,7 @@ class Collection:
         trained = capped(groups, rollout.groups_per_step)
         numbers = range(len(trained)) if hosts.alone else own  # on several hosts there is one round, and no surplus
         costs = self.roles.pop_usage() if self.intervenes else {}, self.player.pop_usage()
+        self._recorder.collected(step + 1, {"policy": costs[1], **costs[0]})
         gathered = hosts.collect((played, groups, *costs))
         if not hosts.first:
             return Collected(trained, numbers, len(tasks), trained, {"rollout/groups": float(len(tasks))})

@@ -27,19 +27,22 @@ gives no number. Keys beside `env.name`, `env.split` and `env.max_turns` belong 
 
 
 def comments(schema: type[pydantic.BaseModel]) -> dict[str, str]:
-    """Field name -> the comment that ends its line in the source."""
+    """Field name -> the comment that ends its line in the source, the last one of a field that has several."""
     source = inspect.getsource(schema)
-    found = {}
+    found, field = {}, ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        field = re.match(r"\s+(\w+)\s*:", token.line)
-        if token.type == tokenize.COMMENT and field and token.line.strip() != token.string:
-            found[field[1]] = token.string.lstrip("# ")
+        begins = re.match(r"    (?:(\w+)\s*:|\))", token.line)
+        field = begins[1] or field if begins else field
+        if token.type == tokenize.COMMENT and begins:
+            found[field] = token.string.lstrip("# ")
     return found
 
 
 def type_name(annotation: Any) -> str:
     """A type as a user of YAML calls it."""
     arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_name(arguments[0])
     if is_union(annotation):
         return " or ".join(type_name(a) for a in arguments)
     if typing.get_origin(annotation) is typing.Literal:
@@ -48,7 +51,8 @@ def type_name(annotation: Any) -> str:
     if annotation in names:
         return names[annotation]
     if typing.get_origin(annotation) in (list, tuple):
-        return f"list of {type_name(arguments[0])}s"
+        one = type_name(arguments[0])
+        return f"list of {one}s" if one.isalpha() else f"list of {one.replace(', ', ' or ')}"
     return "mapping"
 
 

@@ -14,6 +14,7 @@ from envs.base import AssistantTurn, Environment, Evidence, Task
 from rti_jax import batching, intervention
 from rti_jax import config as config_lib
 from rti_jax.chat import Chat
+from rti_jax.config_sections import RolesConfig
 from rti_jax.doctor_records import Finding, Subject, failure, not_applicable, ok, warning
 from rti_jax.engine import GenerateRequest, GenerateResult
 from rti_jax.environments import EnvironmentSource
@@ -236,7 +237,7 @@ def _unlimited(config: config_lib.Config) -> config_lib.Config:
                     "leak_guard": False,
                     "post_check": True,
                     "control": "none",
-                    "roles": config_lib.RolesConfig(),
+                    "roles": RolesConfig(),
                 }
             ),
         }

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from envs.base import ModelEndpoint
 from rti_jax import config as config_lib
 from rti_jax import config_diff, endpoint_policy, evaluate, replay, roles, runs, task_sets, weight_sync
+from rti_jax.config_sections import PolicyEndpointConfig
 from rti_jax.doctor_records import Finding, Subject, failure, listed, not_applicable, ok, warning
 from rti_jax.engine_errors import CutOffError, EngineError
 from rti_jax.environments import sample_tasks
@@ -89,7 +90,7 @@ def _role_endpoints(config: config_lib.Config) -> dict[str, ModelEndpoint]:
     }
 
 
-def _policy_endpoint(chosen: config_lib.PolicyEndpointConfig) -> dict[str, ModelEndpoint]:
+def _policy_endpoint(chosen: PolicyEndpointConfig) -> dict[str, ModelEndpoint]:
     """Another model that `rti eval` plays in the policy's place."""
     name = chosen.key_variable
     key = endpoint_policy.key(chosen) or os.environ.get("OPENAI_API_KEY", "")  # as ChatEndpoint takes it

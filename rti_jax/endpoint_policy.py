@@ -14,7 +14,8 @@ from typing import Any
 from envs import base as env_base
 from envs.base import AssistantTurn, Environment, Message, Task, ToolCall
 from envs.chat_api import encodable, split_thinking
-from rti_jax.config import Config, ConfigError, PolicyEndpointConfig, SamplingConfig
+from rti_jax.config import Config, ConfigError
+from rti_jax.config_sections import PolicyEndpointConfig, SamplingConfig
 from rti_jax.endpoints import ChatEndpoint
 from rti_jax.engine_errors import EngineError
 from rti_jax.environments import EnvironmentSource

@@ -1,6 +1,7 @@
 """What a terminal shows while a run goes on; it is redrawn in place, and step lines pass above it.
 
-Everything is shown as of now: the totals of the steps that are recorded, and what the one in progress has come to.
+Everything is shown as of now: the totals of the steps that are recorded, what those come to whose groups are there and
+wait for their update, and what the one in progress has come to.
 """
 
 import collections
@@ -14,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rti_jax.types import RoleUsage, Status
+from rti_jax.types import SAMPLERS, RoleUsage, Status
 
-ROLES = ("policy", "validator", "corrector", "verifier")
 ERRORS = {
     "rollout/truncated": "truncated",
     "rollout/environment_error": "environment",
@@ -29,6 +29,7 @@ ERRORS = {
     "optimizer/skipped": "updates skipped",
 }
 Usage = Mapping[str, RoleUsage]
+Counts = collections.Counter[str]
 
 
 class Display:
@@ -46,8 +47,9 @@ class Display:
         self._now = Progress(*columns, TextColumn("{task.fields[queue]}"), console=console)
         self._steps = self._whole.add_task("steps", total=steps, completed=step)
         self._phase = self._now.add_task("", total=None, queue="", visible=False)
-        self._totals: collections.Counter[str] = collections.Counter()
-        self._broken: collections.Counter[str] = collections.Counter()  # of the step in progress
+        self._totals: Counts = collections.Counter()
+        self._broken: Counts = collections.Counter()  # of the step in progress
+        self._waiting: dict[int, tuple[Usage, Counts]] = {}  # cost and the same of steps that wait for their line
         self._last: Mapping[str, Any] = {}
         self._usage: Callable[[], Usage] = dict
         self._at_once = 0
@@ -89,8 +91,14 @@ class Display:
 
         yield done
 
+    def collected(self, step: int, usage: Usage) -> None:
+        """The groups of a step are there, at this cost, which `watch`'s function no longer counts."""
+        self._waiting[step] = usage, self._broken.copy()
+        self._broken.clear()
+
     def step(self, step: int, line: Mapping[str, Any]) -> None:
         """A step is recorded."""
+        self._waiting.pop(step, None)
         self._add(line)
         self._broken.clear()
         self._whole.update(self._steps, completed=step)
@@ -129,8 +137,10 @@ class Display:
         table = Table(box=None, pad_edge=False)
         for name in ("role", "calls", "tokens", "seconds"):
             table.add_column(name, justify="left" if name == "role" else "right", header_style="dim")
-        for role, now in {role: self._usage().get(role, RoleUsage()) for role in ROLES}.items():
-            cells = (self._so_far(role, kind) + getattr(now, kind) for kind in ("calls", "tokens", "seconds"))
+        parts = [self._usage(), *(usage for usage, _ in list(self._waiting.values()))]
+        for role in SAMPLERS:
+            new = [usage[role] for usage in parts if role in usage]
+            cells = (self._so_far(role, k) + sum(getattr(u, k) for u in new) for k in ("calls", "tokens", "seconds"))
             table.add_row(role, *(f"{value:,.0f}" for value in cells))
         return table
 
@@ -138,7 +148,8 @@ class Display:
         return self._totals[f"{'rollout' if role == 'policy' else 'rti'}/{role}_{kind}"]
 
     def _errors(self) -> Text:
-        counts = {word: self._totals[name] + self._broken[name] for name, word in ERRORS.items()}
+        new = sum((broken for _, broken in list(self._waiting.values())), self._broken)
+        counts = {word: self._totals[name] + new[name] for name, word in ERRORS.items()}
         found = ", ".join(f"{word} {count:,.0f}" for word, count in counts.items() if count)
         return Text(f"errors so far: {found or 'none'}", style="yellow" if found else "dim")
 

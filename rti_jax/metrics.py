@@ -126,7 +126,12 @@ class Recorder:
     @classmethod
     def of(cls, config: Config, folder: pathlib.Path, step: int, console: Console | None = None) -> "Recorder":
         """The recorder of a run, with the sinks that its config names. Raises ConfigError if one does not start."""
-        return cls(folder, config.steps, step, console, Trackers(config, folder))
+        trackers = Trackers(config, folder)
+        try:
+            return cls(folder, config.steps, step, console, trackers)
+        except BaseException:  # its files cannot be opened: nobody else has the sinks
+            trackers.finish()
+            raise
 
     def __enter__(self) -> "Recorder":
         if self._display:
@@ -146,6 +151,11 @@ class Recorder:
         """Tells the display where it sees what each role costs, and how many episodes run at once."""
         if self._display:
             self._display.watch(usage, at_once)
+
+    def collected(self, step: int, usage: live.Usage) -> None:
+        """Tells the display what the groups of a step have cost, whose line comes after its update."""
+        if self._display:
+            self._display.collected(step, usage)
 
     def warn(self, text: str) -> None:
         """A line that should not be missed."""
@@ -226,7 +236,7 @@ class Unrecorded:
     def _nothing(self, *_) -> None:
         pass
 
-    write = evaluation = roles = phase = watch = warn = _nothing
+    write = evaluation = roles = phase = watch = collected = warn = _nothing
 
     @contextlib.contextmanager
     def episodes(self, name: str, total: int) -> Iterator[Callable[..., None]]:

@@ -319,6 +319,8 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
         yield from tried("model.remat=offload", model={"remat": "offload"})
     if not config.optimizer.offload and not config.rti.replay.rows:
         yield from tried("optimizer.offload=true", optimizer={"offload": True})
+    if config.rollout.staleness:  # which keeps weights for the scores of what it samples
+        yield from tried("rollout.staleness=0", rollout={"staleness": 0})
     for rows in sorted({r for r in (fixed, microbatch_rows(config) // 2) if r < microbatch_rows(config)}, reverse=True):
         yield from tried(f"batch.rows_per_microbatch={rows}", batch={"rows_per_microbatch": rows})
     if config.engine.kind == "vllm":

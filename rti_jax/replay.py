@@ -21,8 +21,7 @@ from rti_jax.learner import TrainState, row_multiple
 from rti_jax.runtime import Policy
 from rti_jax.seeds import derive_seed
 from rti_jax.transcripts import Transcripts
-
-ROLES = {"validator": 1.0, "corrector": 1.0, "verifier": 1.0}
+from rti_jax.types import ROLES
 
 
 class Replay:
@@ -55,7 +54,7 @@ class Replay:
             self._tasks,
             self._chat,
             style=self._config.rti.prompts,
-            shares=ROLES,
+            shares=dict.fromkeys(ROLES, 1.0),
             leak_share=own.leak_share,
             text_weight=0.0,
             seed=derive_seed(self._config.seed, "replay", step),

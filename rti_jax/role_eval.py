@@ -35,7 +35,7 @@ from rti_jax.roles import Roles
 from rti_jax.rollout import Player, Seat, TurnView
 from rti_jax.statistics import Estimate, ratio_interval
 from rti_jax.supervised import Supervised
-from rti_jax.types import Turn
+from rti_jax.types import ROLES, Turn
 
 STREAM = "roles"  # random stream of its own
 OWN, EXPERT = "own", "expert"  # sources of a rewrite that a verifier reads; the others are kinds of fault
@@ -365,7 +365,7 @@ def metrics(summary: Mapping[str, Any]) -> dict[str, float]:
 def table(summary: Mapping[str, Any]) -> Table:
     """The rates in percent, with intervals and counts."""
     out = Table("role", "measure", "percent", "of")
-    for role in ("validator", "corrector", "verifier"):
+    for role in ROLES:
         flat = {k: v for k, v in summary[role].items() if "mean" in v and "low" in v}
         flat |= {f"accepts {k}": v for k, v in summary[role].get("accept_by_kind", {}).items()}
         for i, (name, value) in enumerate(flat.items()):

@@ -21,13 +21,13 @@ from jinja2.sandbox import SandboxedEnvironment
 from envs.base import Evidence, Message
 from envs.chat_api import split_thinking
 from rti_jax.chat import Chat, ParsedTurn
-from rti_jax.config import ConfigError, RoleConfig, RTIConfig, SamplingConfig
+from rti_jax.config import ConfigError
+from rti_jax.config_sections import RoleConfig, RTIConfig, SamplingConfig
 from rti_jax.engine import Engine, GenerateRequest
 from rti_jax.engine_errors import CutOffError
 from rti_jax.rollout import TurnView
-from rti_jax.types import RejectReason, RoleUsage
+from rti_jax.types import ROLES, RejectReason, RoleUsage
 
-ROLES = ("validator", "corrector", "verifier")
 STYLES = pathlib.Path(__file__).with_name("prompts")
 _BRACES = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # a brace, or a string, which may be left open
 _REJECTIONS = {r.value: r for r in (RejectReason.INCONSISTENT, RejectReason.LEAK, RejectReason.IMPLAUSIBLE)}
@@ -138,8 +138,7 @@ def connect(config: RTIConfig) -> dict[str, Endpoint]:
 
 def role_config(config: RTIConfig, role: str) -> RoleConfig:
     """The section `rti.roles.ROLE`."""
-    roles = config.roles
-    return {"validator": roles.validator, "corrector": roles.corrector, "verifier": roles.verifier}[role]
+    return getattr(config.roles, role)
 
 
 class Roles:

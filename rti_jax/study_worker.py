@@ -64,6 +64,9 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
 
     Args:
       evaluation: split -> tasks of each kind; the result is evals/final.json.
+
+    Raises:
+      ConfigError: a budget (`stop.tokens`, `stop.hours`) ended the run before its steps were done.
     """
     from rich.console import Console
 
@@ -91,16 +94,18 @@ async def play(config: Config, evaluation: dict[str, int], engines: SharedEngine
 
 
 async def evaluate_finally(trainer: Any, evaluation: dict[str, int], recorder: Any) -> dict[str, Any]:
-    """Pass@k and Pass^k of the trained policy on every split of the plan."""
+    """Pass@k and Pass^k of the trained policy on every split of the plan. Raises ConfigError for half a run."""
     from rti_jax import evaluate, task_sets
 
-    config, result = trainer.config, {}
+    config, step, result = trainer.config, trainer.learner.step, {}
+    if step < config.steps:  # beside runs of all steps it would be another experiment
+        raise ConfigError(f"{trainer.budget.spent()} ended it after step {step} of {config.steps}; raise or remove it")
     for split, limit in evaluation.items():
         tasks = task_sets.limited(trainer.tasks.source.tasks(split), limit)
         evaluate.check_disjoint(trainer.tasks.trained, tasks)
-        with recorder.episodes(f"{split}, after {config.steps} steps", len(tasks) * config.eval.trials) as seen:
+        with recorder.episodes(f"{split}, after {step} steps", len(tasks) * config.eval.trials) as seen:
             result[split] = (await evaluate.evaluate(trainer.player, tasks, config, on_episode=seen))[0]
-    return {"step": config.steps, "evaluation": evaluation, "splits": result}
+    return {"step": step, "evaluation": evaluation, "splits": result}
 
 
 async def serve(replies: Any) -> None:

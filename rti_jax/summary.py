@@ -14,7 +14,7 @@ from rti_jax import budget, runs
 from rti_jax import config as config_lib
 from rti_jax.disk import writing
 from rti_jax.metrics import read_metrics
-from rti_jax.types import Group, Status
+from rti_jax.types import SAMPLERS, Group, Status
 
 SCORES = ("pass@1", "pass@4", "pass^4")
 
@@ -50,8 +50,7 @@ def after(groups: Sequence[Group]) -> dict[str, float]:
 
 def sampled_tokens(metrics: Mapping[str, float]) -> float:
     """All tokens that a step sampled: rollouts, intervened episodes and roles (those behind an endpoint excepted)."""
-    roles = ("policy", "validator", "corrector", "verifier")
-    return metrics["rollout/tokens"] + sum(metrics.get(f"rti/{role}_tokens", 0.0) for role in roles)
+    return metrics["rollout/tokens"] + sum(metrics.get(f"rti/{role}_tokens", 0.0) for role in SAMPLERS)
 
 
 def first_error(groups: Sequence[Group]) -> str:

@@ -115,6 +115,13 @@ class Trackers:
         check(config.logging)
         self._sinks: dict[str, Sink] = {}
         self._failing: set[str] = set()
+        try:
+            self._start(config, folder)
+        except BaseException:
+            self.finish()  # those that did start
+            raise
+
+    def _start(self, config: Config, folder: pathlib.Path) -> None:
         path = folder / IDS
         ids = json.loads(path.read_text()) if path.is_file() else {}
         described = redaction.described(config.model_dump(mode="json"))

@@ -14,7 +14,7 @@ One step, in the order in which data flows (RTI, arXiv 2610.13438; docs/interven
 With `rollout.staleness=1` the next step's groups are sampled while the update runs (rti_jax/overlap.py).
 
 Everything that a step draws is a function of (seed, step), and a checkpoint holds parameters, optimizer and step, so a
-run that was interrupted goes on where it was. What the paper leaves open is chosen in config.py, marked "ours".
+run that was interrupted goes on where it was. Choices that the paper leaves open are marked "ours" in docs/config.md.
 
 On several hosts every process runs this program (rti_jax/hosts.py, docs/clusters.md): tasks of a step are divided by
 their number, each host samples its own with its own engine, and all compute each update together. Process 0 alone
@@ -155,7 +155,7 @@ class Trainer:
         self._ahead = False  # whether it is being sampled
         self._updated = threading.Event()
         self._updated.set()
-        if config.rollout.staleness and (stored := learner.extra.get("next")):
+        if stored := learner.extra.pop("next", None):  # as JSON it would stay in memory for the whole run
             self._next = Collected.restored(stored, self.hosts)
         teacher = luffy_teacher(config, tasks, chat, others.get("loss.teacher.path"))
         self.collect = Collection(

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+ROLES = ("validator", "corrector", "verifier")  # of an intervened rollout: keys of rti.roles, and in metrics' names
+SAMPLERS = ("policy", *ROLES)  # whose tokens are counted
+
 
 class Author(enum.IntEnum):
     """Who wrote a token. Only what policy, corrector and teacher wrote is trained and counted."""

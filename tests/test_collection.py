@@ -16,9 +16,15 @@ WRONG, RIGHT = call("answer", code="1"), call("answer", code="X4711")
 
 
 class NoRecorder:
+    def __init__(self):
+        self.costs = {}
+
     @contextlib.contextmanager
     def episodes(self, name, total):
         yield lambda *_: None
+
+    def collected(self, step, usage):
+        self.costs[step] = usage
 
 
 def collected(answer, tasks, step=0, **rollout):
@@ -88,6 +94,8 @@ class TestDynamicSampling:
             config, tasks(2), player, None, None, None, NoRecorder(), lambda name: contextlib.nullcontext(), Hosts()
         )
         assert asyncio.run(collection(0)).metrics["rollout/environment_error"] == 0
+        [(step, costs)] = collection._recorder.costs.items()
+        assert step == 1 and costs["policy"].calls > 0 and player.usage.calls == 0, "the display goes on with them"
         collection.tasks = broken
         found = asyncio.run(collection(1))
         assert found.metrics["rollout/environment_error"] == 4 and not any(g.valid for g in found.own)

@@ -243,6 +243,8 @@ def test_reference_is_written_from_the_schema():
     text = (ROOT / "docs" / "config.md").read_text()
     assert text == config_reference.reference(), "run: python -m rti_jax.config_reference > docs/config.md"
     assert "| `gate.delta` | number | `5.0` | paper: perplexity threshold 5" in text
+    assert "| `logging.sinks` | list of `wandb` or `trackio` | `[]` |" in text
+    assert "| `batch.buckets` | list of integers | `[1024, 4096, 16384]` | row lengths that are compiled" in text
     for name in Config.model_fields:
         assert f"## {name}\n" in text or f"| `{name}` |" in text
 

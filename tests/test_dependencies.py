@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from rti_jax import types
+from rti_jax.config_sections import RolesConfig
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("rti_jax", "models", "envs")
 NUMPY_ONLY = ("gate", "advantages", "batching", "packing", "reweight", "leakage")
@@ -115,6 +118,19 @@ def test_the_learner_never_imports_a_model():
 def test_no_import_cycles():
     cycles = sorted(name for name in MODULES if name in reachable(name))
     assert not cycles, f"in import cycles (lazy imports count): {', '.join(cycles)}"
+
+
+def test_the_roles_are_named_in_one_place():
+    """As the keys of rti.roles; whoever else needs all three takes types.ROLES."""
+    assert tuple(RolesConfig.model_fields) == types.ROLES
+    listed = set()
+    for name, path in MODULES.items():
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if all(role in text for role in types.ROLES) else ():
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                inside = {item.value for item in node.elts if isinstance(item, ast.Constant)}
+                listed |= {name} if inside >= set(types.ROLES) else set()
+    assert listed == {"rti_jax.types"}
 
 
 def test_no_module_without_a_subject():

@@ -1,7 +1,6 @@
 """Policies behind the chat API, against a local server that plays: what it gets, what the environment sees, errors."""
 
 import asyncio
-import http.server
 import json
 import os
 import threading
@@ -18,6 +17,7 @@ from rti_jax.environments import environment_source
 from rti_jax.rollout import Seat
 from rti_jax.types import Status
 from tests.fakes import Lookup, lookup_task
+from tests.json_server import JsonServer
 from tests.test_chat_api import NO_ANSWERS
 
 KEY = "sk-secret-4711"
@@ -58,10 +58,8 @@ class Server:
     def __init__(self, play):
         self.play, self.bodies, self.keys, self.busy, self.most = play, [], [], 0, 0
         self._lock, self.models = threading.Lock(), None  # instead of the answer of /models
-        handler = type("Handler", (_Handler,), {"owner": self})
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.http = JsonServer(self.answer, {"retry-after-ms": "1"})
+        self.url = f"http://{self.http.address}/v1"
 
     def answer(self, path, body, key):
         if path == "/v1/models" and self.models is not None:
@@ -80,27 +78,6 @@ class Server:
                 self.busy -= 1
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    owner: Server
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
-        status, reply = self.owner.answer(self.path, body, self.headers.get("authorization"))
-        data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.send_header("retry-after-ms", "1")
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def serve():
     servers = []
@@ -111,8 +88,7 @@ def serve():
 
     yield start
     for server in servers:
-        server.http.shutdown()
-        server.http.server_close()
+        server.http.close()
 
 
 def make_config(server, **sections):
@@ -290,8 +266,7 @@ class TestErrors:
 
     def test_an_absent_endpoint_is_named(self, serve):
         server = serve(expert)
-        server.http.shutdown()
-        server.http.server_close()
+        server.http.close()
         with pytest.raises(EngineDiedError, match=f"endpoint {server.url}: Connection error"):
             play(server, eval={"endpoint": {"retries": 0}})
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,16 @@ class TestDiskFull:
         checkpoint.save(tmp_path, 2, small(2), {})
         restored = checkpoint.restore(tmp_path, small(0))
         np.testing.assert_array_equal(restored.state.params["w"], small(2).params["w"])
+
+    def test_writes_that_end_after_the_one_that_failed_print_nothing(self, tmp_path, monkeypatch):
+        seen, late = [], RuntimeError("Event loop is closed")
+        monkeypatch.setattr(sys, "unraisablehook", seen.append)
+        for step in (1, 2):
+            checkpoint.save(tmp_path, step, small(step), {})
+        others = [types.SimpleNamespace(exc_value=e, object=o) for e, o in ((late, "a loop"), (ValueError("x"), None))]
+        for found in (types.SimpleNamespace(exc_value=late, object=None), *others):
+            sys.unraisablehook(found)
+        assert seen == others
 
     def test_a_failed_save_in_the_background_is_not_kept_for_the_next_one(self, tmp_path, monkeypatch):
         def full(*_):

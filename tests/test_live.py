@@ -87,6 +87,29 @@ def test_what_the_step_in_progress_has_cost_is_in_the_ledger(display):
     assert "policy 43 2,070 85" in page and "verifier 1 8 2" in page
 
 
+def test_a_step_that_waits_for_its_update_is_in_the_ledger_until_it_is_recorded(display):
+    """With rollout.staleness=1 the groups of step 2 are there before the line of step 1."""
+    now = {}
+    display.watch(lambda: now, 2)
+    first, second = ({"policy": RoleUsage(40, 0, 2000, 80.0), "validator": RoleUsage(9, 0, n, 30.0)} for n in (1000, 5))
+    seen = []
+    for step, usage in enumerate((first, second), 1):
+        with display.episodes("rollouts", 5) as done:
+            done(broken(Status.TIMEOUT)), done(broken(Status.TIMEOUT))
+            now = usage
+            seen.append(shown(display)[-6:])
+        now = {}
+        display.collected(step, usage)
+        seen.append(shown(display)[-6:])
+    display.step(1, {k: v for k, v in LINE.items() if not k.startswith("alarms/")})
+    seen.append(shown(display)[-6:])
+    assert seen[0] == seen[1] and seen[2] == seen[3] == seen[4]
+    assert seen[0][-4:] == ["validator 9 1,000 30", "corrector 0 0 0", "verifier 0 0 0", "errors so far: timeout 2"]
+    assert "validator 18 1,005 60" in seen[4] and seen[4][-1] == "errors so far: timeout 4"
+    display.step(2, LINE | {"rti/validator_tokens": 5.0})
+    assert "validator 18 1,005 60" in shown(display) and "errors so far: timeout 4" in shown(display)
+
+
 def test_the_queue_and_errors_of_the_phase(display):
     display.watch(dict, 2)
     display.phase("rollout")

@@ -1,6 +1,5 @@
 """Whole runs as a user sees them: what a terminal shows, what a budget ends, and that no key is anywhere."""
 
-import http.server
 import json
 import os
 import pathlib
@@ -9,13 +8,13 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 
 import fake_run
 import pytest
 
 from rti_jax import config as config_lib
 from rti_jax import train
+from tests.json_server import JsonServer, says
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEY, PASSWORD = "key-of-the-endpoint-0815", "wonder-land"
@@ -32,40 +31,23 @@ def lines(tmp_path, name="fake"):
     return [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-class Echo(http.server.BaseHTTPRequestHandler):
-    """An endpoint that says the key that it was given in whatever it answers; it refuses the verifier once."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
-        key, verifies = self.headers.get("authorization", ""), '"strict"' in body
-        if verifies and not self.server.refused:
-            self.server.refused = True
-            return self.send(400, {"error": {"message": f"{key} ({KEY}) is no key for {PASSWORD}"}})
-        verdict = json.dumps({"verdict": "accept" if verifies else "invalid", "reason": f"{key} was given"})
-        message = {"role": "assistant", "content": verdict}
-        self.send(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-    def do_GET(self):
-        self.send(200, {"data": [{"id": "m"}]})
-
-    def send(self, status, answer):
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def echo():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    server.refused = False
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}/v1"
-    server.shutdown(), server.server_close()
+    """An endpoint that says the key that it was given in whatever it answers; it refuses the verifier once."""
+    refused = []
+
+    def answer(path, body, key):
+        if not body:
+            return 200, {"data": [{"id": "m"}]}
+        verifies = '"strict"' in json.dumps(body)
+        if verifies and not refused:
+            refused.append(True)
+            return 400, {"error": {"message": f"{key} ({KEY}) is no key for {PASSWORD}"}}
+        verdict = {"verdict": "accept" if verifies else "invalid", "reason": f"{key} was given"}
+        return 200, says(json.dumps(verdict))
+
+    with JsonServer(answer) as server:
+        yield f"{server.address}/v1"
 
 
 def at_a_terminal(command, **environment):

@@ -303,7 +303,8 @@ class TestInterruption:
         saved = checkpoint.restore(run.checkpoints, trainer.learner.state)
         assert saved.step == 1 and ("next" in saved.extra) == (held == "update")
         assert len(read_metrics(run.folder / "metrics.jsonl")) == 1 and versions(run, 1) == {0}
-        trained(config)
+        resumed = trained(config)
+        assert "next" not in resumed.learner.extra, "the restored batch would stay in memory for the whole run"
         # a batch that was lost is sampled again, by the weights of its own step
         assert [versions(run, n) for n in (2, 3)] == ([{0}, {1}] if held == "update" else [{1}, {1}])
         lines = read_metrics(run.folder / "metrics.jsonl")

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from importlib.machinery import PathFinder
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +225,18 @@ class TestFits:
         for change in (c.split(" ")[0] for c in changes if c.startswith(("batch.rows", "engine.m", "optimizer"))):
             assert rti(path, wide, change).exit_code == 0, change
 
+    @pytest.mark.parametrize("proposed", [True, False], ids=["with_rti", "grpo"])
+    def test_sampling_in_turn_is_proposed_where_that_saves_memory(self, proposed):
+        path, fraction = CONFIGS / "tau2_retail_qwen3_8b.yaml", 0.5 if proposed else 0.6
+        beside = ["rollout.staleness=1", f"rti.enabled={proposed}".lower(), f"engine.memory_fraction={fraction}"]
+        before = json.loads(rti(path, "--json", *beside).output)
+        assert not before["fits"] and bool(before["parts"]["held"]) is proposed
+        assert any(c.startswith("rollout.staleness=0 ") for c in before["changes"]) is proposed
+        if proposed:
+            after = rti(path, "--json", *beside, "rollout.staleness=0")
+            assert after.exit_code == 0 and "rollout.staleness=0 (92.3 GB)" in before["changes"]
+            assert json.loads(after.output)["bytes_per_device"] == pytest.approx(92.3e9, rel=0.001)
+
     def test_an_engine_without_room_for_a_sequence_does_not(self):
         done = rti(CONFIGS / "tau2_retail_qwen3_8b.yaml", "engine.memory_fraction=0.18", "--json")
         result = json.loads(done.output)
@@ -325,9 +338,12 @@ class TestInput:
         assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}"), done.output
         assert len(done.stderr.splitlines()) == 1
 
-    def test_compile_without_its_compiler_says_what_to_install(self, monkeypatch):
+    @pytest.mark.parametrize("folder", [False, True], ids=["nothing", "a_folder_of_its_name"])
+    def test_compile_without_its_compiler_says_what_to_install(self, monkeypatch, tmp_path, folder):
         monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-        monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
+        if folder:  # as `pip install --target libtpu` makes one: on the path it is a package without contents
+            (tmp_path / "libtpu").mkdir()
+        monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda n: PathFinder.find_spec(n, [str(tmp_path)]))
         done = rti(CONFIGS / "navigation_qwen3_8b.yaml", "--compile", "--chip", "v5p")
         assert done.exit_code == 2 and "pip install libtpu" in done.stderr
 

@@ -201,12 +201,12 @@ class TestLogs:
 
 CRASH = """
 import os, sys
-from rti_jax import cli
+from rti_jax import cli, cli_training
 from rti_jax.config import ConfigError
 error = {"bug": RuntimeError, "mistake": ConfigError}[sys.argv.pop(1)]
 def broken(*_):
     raise error("the server says: no key " + os.environ["MY_API_KEY"])
-cli._load = broken
+cli_training.load = broken
 sys.argv = ["rti", "train", "x.yaml"]
 cli.main()
 """

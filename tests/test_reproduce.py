@@ -7,11 +7,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
-from rti_jax import claims, environments, reproduce, study, study_crew, study_report, study_results
-from rti_jax.config import ConfigError, load_config
+from rti_jax import claims, environments, reproduce, study, study_crew, study_report, study_results, study_worker
+from rti_jax.budget import Budget
+from rti_jax.config import Config, ConfigError, StopConfig, load_config
 from rti_jax.engine import GenerateRequest, GenerateResult
 from rti_jax.engine_errors import StaleVersionError
 from tests import study_stand_in
@@ -274,6 +276,19 @@ def test_the_page_has_real_tables_and_escapes_all_text():
     page = study_report.page("<b>", {"tables": table}, {})
     assert "<table>" in page and '<td style="text-align:right">1</td>' in page
     assert "<script>" not in page and "&lt;script&gt;x" in page and "<b>" not in page
+
+
+def test_a_run_that_a_budget_ended_early_is_not_evaluated_as_done():
+    import asyncio
+
+    stop = StopConfig(tokens=500)
+    spent = Budget(stop, [{"step": n, "rollout/policy_tokens": 250.0} for n in (1, 2)])
+    learner = types.SimpleNamespace(step=2)
+    trainer = types.SimpleNamespace(config=Config(steps=4, stop=stop), learner=learner, budget=spent)
+    with pytest.raises(ConfigError, match=r"^stop.tokens=500 \(500 tokens were sampled\) ended it after step 2 of 4"):
+        asyncio.run(study_worker.evaluate_finally(trainer, {}, None))
+    learner.step = 4  # the budget was used up by the last step
+    assert asyncio.run(study_worker.evaluate_finally(trainer, {}, None))["step"] == 4
 
 
 class _Engine:

@@ -1,7 +1,6 @@
 """An RTI step on τ²-telecom, end to end: vLLM, a small policy, a user simulator and roles behind a local endpoint."""
 
 import asyncio
-import http.server
 import importlib.util
 import json
 import os
@@ -9,12 +8,12 @@ import pathlib
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from envs.tau2 import Tau2
 from tests.fakes import tiny_chat
+from tests.json_server import JsonServer, says
 from tests.tiny_models import make_qwen3
 
 pytestmark = [
@@ -77,45 +76,19 @@ def reply(body):
     return (ASK + actions[done] if done < len(actions) else "All is done."), []
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append(body["model"])
-        text, calls = reply(body)
-        made = [
-            {"id": f"c{len(self.server.asked)}", "type": "function", "function": {"name": n, "arguments": "{}"}}
-            for n in calls
-        ]
-        message = {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
-        answer = {
-            "id": "x",
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        }
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def endpoint():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    """(base URL, names of the models that were asked)."""
+    asked = []
+
+    def answer(path, body, key):
+        asked.append(body["model"])
+        text, calls = reply(body)
+        functions = [{"name": name, "arguments": "{}"} for name in calls]
+        return 200, says(text, *({"id": f"c{len(asked)}", "type": "function", "function": f} for f in functions))
+
+    with JsonServer(answer) as server:
+        yield f"http://{server.address}/v1", asked
 
 
 def make_policy(folder):
@@ -145,7 +118,7 @@ def make_policy(folder):
 
 def test_a_step_replaces_a_failed_member_and_has_a_gradient(tmp_path, endpoint):
     make_policy(tmp_path / "policy")
-    url = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
+    url, asked = endpoint
     (tmp_path / "run.yaml").write_text(CONFIG % {"model": tmp_path / "policy", "url": url})
     done = subprocess.run(
         [sys.executable, "-m", "rti_jax.cli", "train", str(tmp_path / "run.yaml"), f"runs_dir={tmp_path}"],
@@ -158,6 +131,6 @@ def test_a_step_replaces_a_failed_member_and_has_a_gradient(tmp_path, endpoint):
     assert line["rti/successes"] == 1 and line["rti/replaced"] >= 1
     assert line["optimizer/grad_norm"] > 0 and line["corrector/tokens"] > 0
     assert line["rollout/post_success"] == 0.25
-    assert set(endpoint.asked) == {"user", "validator", "corrector", "verifier"}
+    assert set(asked) == {"user", "validator", "corrector", "verifier"}
     episodes = (tmp_path / "run" / "trajectories" / "step_000001.jsonl").read_text()
     assert ASK + "toggle_airplane_mode()" in episodes and "reward_basis" in episodes

@@ -158,6 +158,18 @@ class TestFaults:
         ):
             trackers.Trackers(config(name), tmp_path)
 
+    def test_nothing_is_left_open_by_a_run_that_does_not_begin(self, services, tmp_path, monkeypatch):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "tensorboard").write_text("a file where a folder is due")
+        with pytest.raises(FileExistsError):
+            metrics.Recorder.of(config("wandb", "trackio"), tmp_path / "run", 0)
+        assert services.calls[-2:] == [("finish",)] * 2
+        services.calls.clear()
+        monkeypatch.setitem(trackers.KINDS, "trackio", lambda *_: 1 / 0)
+        with pytest.raises(ConfigError, match="trackio did not start"):
+            trackers.Trackers(config("wandb", "trackio"), tmp_path / "another")
+        assert services.calls[-1] == ("finish",)
+
     def test_a_missing_login_is_not_asked_for(self, services, tmp_path, monkeypatch):
         netrc = tmp_path / "netrc"
         monkeypatch.setenv("NETRC", str(netrc))
