@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from rti_jax.config import ConfigError
@@ -77,9 +78,8 @@ class Checkpoints:
         self.wait()
         text = json.dumps(extra)  # fails before anything is written
         folder = self.directory / str(step)
-        if fault(folder) is None:
+        if _as_first(fault(folder) is None):
             return
-        _barrier(f"look {step}")
         if _first_process():
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -300,6 +300,15 @@ def _silence_late_writes() -> None:
 
 def _first_process() -> bool:
     return jax.process_index() == 0
+
+
+def _as_first(value: bool) -> bool:
+    """Process 0's value, in all: a shared file system may show the others a folder later."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(value)))
 
 
 def _barrier(name: str) -> None:

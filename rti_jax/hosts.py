@@ -175,7 +175,7 @@ def join(config: HostsConfig) -> Hosts:
     Ends the process with one line on stderr and exit code 1 if the others do not come within `hosts.start_timeout`.
 
     Raises:
-      ConfigError: nothing to detect with `hosts.coordinator=auto`.
+      ConfigError: with `hosts.coordinator=auto` nothing, or a part alone, was detected.
     """
     if not config.coordinator:
         return Hosts()
@@ -228,13 +228,20 @@ def _addresses(config: HostsConfig) -> tuple[str, int, int]:
         return config.coordinator, config.processes, config.process_id
     from jax._src import clusters
 
-    address, count, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, config.start_timeout
-    )
+    explicit = "give hosts.coordinator=HOST:PORT hosts.processes=N hosts.process_id=I"
+    try:
+        address, count, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, config.start_timeout
+        )
+    except Exception as error:  # a cluster that says a part of it alone: whatever JAX makes of that
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"hosts.coordinator=auto: the cluster does not say who is who ({reason}); {explicit}"
+        ) from error
     if None in (address, count, index):
         raise ConfigError(
-            "hosts.coordinator=auto: neither SLURM, Open MPI, Kubernetes (JobSet) nor a TPU pod was detected; give "
-            "hosts.coordinator=HOST:PORT hosts.processes=N hosts.process_id=I"
+            "hosts.coordinator=auto: neither SLURM, Open MPI (before 5), Kubernetes (JobSet) nor a TPU pod was "
+            f"detected; {explicit}"
         )
     return address, count, index
 

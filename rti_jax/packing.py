@@ -7,7 +7,7 @@ Shape = tuple[int, int]
 
 # From so many tokens in a micro-batch on, what counts is their padding; below, their number.
 LARGE = 2**15
-REST = 4  # the smaller shape for what is left over has this fraction of the lines
+REST = 8  # the smaller shape for what is left over has this fraction of the lines: half of it is padding on average
 
 
 @dataclasses.dataclass

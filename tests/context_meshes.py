@@ -1,4 +1,4 @@
-"""Loss, gradient and scores of tiny models whose rows are shared by devices (mesh axis context), against one device.
+"""Loss, gradient and scores of tiny models on meshes, also where devices share rows (axis context), against one device.
 
 As a script, on eight devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/context_meshes.py`
 prints, as JSON, the largest differences for each model and mesh, relative to the largest gradient of a parameter.
@@ -19,6 +19,8 @@ from rti_jax import batching, learner, logprobs
 
 AXES = ("data", "fsdp", "tensor", "context")
 MESHES = {  # name -> devices of each axis
+    "fsdp": (1, 8, 1, 1),
+    "data x fsdp x tensor": (2, 2, 2, 1),
     "data x context": (2, 1, 1, 2),
     "fsdp x context": (1, 2, 1, 4),
     "tensor x context": (1, 1, 2, 2),

@@ -147,7 +147,14 @@ if __name__ == "__main__":
     exact = {name: loss_and_gradient(mesh(shape=shape), batch) for name, (shape, batch) in MESHES.items()}
     with jax.enable_x64(True):
         wide = {name: loss_and_gradient(mesh(shape=s), b, np.float64) for name, (s, b) in MESHES.items()}
-    state, history, _ = run(make_config(), mesh(), make_groups(), norms_by_source=True)
-    kernel = np.asarray(state.params["layers"]["mixer"]["kernel"]).ravel().tolist()
-    result = {"devices": jax.device_count(), "history": history, "kernel": kernel}
+    state, history, update = run(make_config(), mesh(), make_groups(), norms_by_source=True)
+    kernel = state.params["layers"]["mixer"]["kernel"]
+    held = [kernel, *(x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape)]
+    result = {
+        "devices": jax.device_count(),
+        "history": history,
+        "kernel": np.asarray(kernel).ravel().tolist(),
+        "shards": [x.addressable_shards[0].data.shape for x in held],
+        "programs": {name: update.compiled_programs(name) for name in ("accumulate", "apply", "corrected")},
+    }
     json.dump(result | {"float32": exact, "float64": wide}, sys.stdout)

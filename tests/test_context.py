@@ -1,4 +1,4 @@
-"""Rows that devices share (mesh axis context): loss, gradient and scores are those of one device."""
+"""The models on eight devices, also where these share rows (mesh axis context): what one device gives."""
 
 import json
 import os

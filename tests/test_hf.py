@@ -454,6 +454,11 @@ def watched(self, name, index):
     largest.append(part.size)
     return part
 checkpoint_folder.Reader.read = watched
+stacks, set_row = set(), hf._set_row
+def watched_row(stack, part, row):
+    stacks.add((stack.shape, len(stack.devices())))
+    return set_row(stack, part, row)
+hf._set_row = watched_row
 
 auto = (jax.sharding.AxisType.Auto,) * 3
 mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
@@ -461,6 +466,8 @@ model, params = hf.load(FOLDER, mesh=mesh)
 assert max(largest) == 272 * 64 // 4, max(largest)  # no read is larger than a shard
 kernel = params["layers"]["self_attn"]["q_proj"]["kernel"]
 assert kernel.addressable_shards[0].data.shape == (2, 32, 64), kernel.sharding
+shards = {(x.addressable_shards[0].data.shape, 1) for x in jax.tree.leaves(params["layers"])}
+assert stacks == shards, (stacks, shards)  # layers are filled where they stay, nothing larger is on a device
 
 single, whole = hf.load(FOLDER)
 assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), params, whole))

@@ -1,27 +1,32 @@
 """Several hosts: a learner shared by two processes with uneven rows, what they tell each other, and who is stuck."""
 
+import ast
 import asyncio
 import contextlib
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
+import yaml
 from fakes import FakeEngine, Lookup, call, lookup_source, lookup_task, small_config, tiny_chat
 from stand_in import StandIn, make_config, make_groups, mesh
 from two_hosts import OPTIONS, train
 
 from rti_jax import evaluate as evaluate_lib
+from rti_jax import hosts as hosts_lib
 from rti_jax import select, study_worker
 from rti_jax.collection import Collection
-from rti_jax.config import Config, ConfigError, HostsConfig
+from rti_jax.config import Config, ConfigError, HostsConfig, load_config
 from rti_jax.evaluate import evaluate
 from rti_jax.hosts import Hosts, join, own_servers
 from rti_jax.joint_scoring import JointScorer
@@ -394,12 +399,159 @@ def test_commands_of_one_host_say_so(tmp_path):
             command()
 
 
-def test_nothing_to_detect_is_one_line(monkeypatch):
+@pytest.fixture
+def nowhere(monkeypatch):
+    """An environment of no cluster."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "JAX_COORDINATOR")):
+        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR")):
             monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"hosts\.coordinator=auto: neither SLURM"):
+    return monkeypatch
+
+
+SLURM = {"SLURM_JOB_ID": "4100", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.7,10.1.0.7:34911", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+GKE = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1", "MEGASCALE_NUM_SLICES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURM | {"SLURM_STEP_NODELIST": "node[012-014,020]"}, ("node012:61444", 4, 2)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a1,b1", "JAX_COORDINATOR_PORT": "7000"}, ("a1:7000", 4, 2)),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, ("10.0.0.7:62624", 3, 1)),
+        # two slices of two hosts: the second host of the second slice
+        (GKE | {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "MEGASCALE_SLICE_ID": "1"}, ("127.0.0.1:8482", 4, 3)),
+    ],
+    ids=["slurm", "slurm, port", "open mpi", "gke tpu"],
+)
+def test_who_is_who_as_the_cluster_says(nowhere, environment, expected):
+    """One process for each host, whatever number of devices it has."""
+    from jax._src.clusters import cloud_tpu_cluster
+
+    nowhere.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    for name, value in ({"TPU_SKIP_MDS_QUERY": "1"} | environment).items():
+        nowhere.setenv(name, value)
+    asked = {}
+    nowhere.setattr(jax.distributed, "initialize", lambda *given, **options: asked.update(options, given=given))
+    nowhere.setattr(hosts_lib.atexit, "register", lambda leave: None)
+    hosts = join(HostsConfig(coordinator="auto"))
+    assert (asked["given"], hosts.index, hosts.count) == (expected, expected[2], expected[1])
+    assert asked["cluster_detection_method"] == "deactivate"
+    assert "local_device_ids" not in asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "neither SLURM"),
+        (MPI, "does not say who is who (KeyError: 'OMPI_COMM_WORLD_SIZE')"),
+        (
+            SLURM | {"SLURM_NTASKS": "", "SLURM_STEP_NODELIST": "a1"},
+            "does not say who is who (ValueError: invalid literal",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, "Open MPI (before 5)"),
+    ],
+)
+def test_nothing_or_half_to_detect_is_one_line(nowhere, environment, words):
+    for name, value in environment.items():
+        nowhere.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
         join(HostsConfig(coordinator="auto"))
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("give hosts.coordinator=HOST:PORT hosts.processes=N hosts.process_id=I")
+
+
+class TestRecipes:
+    """docs/clusters.md: its commands are those of this version, its JobSet is one."""
+
+    TEXT = (HERE.parent / "docs" / "clusters.md").read_text()
+
+    def test_commands_parse(self):
+        text = self.TEXT.replace("\\\n", " ").replace("\n                    ", " ")
+        found = re.findall(r"rti (\w+) (configs/\S+\.yaml)((?: +[\w.]+=[^\s'`]+)*)", text)
+        assert len(found) >= 6 and {command for command, *_ in found} == {"train"}
+        names = {"JOB_COMPLETION_INDEX": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+        configs = []
+        for _, path, rest in found:
+            overrides = [re.sub(r"\$(\w+)", lambda match: names[match[1]], word) for word in rest.split()]
+            configs.append(load_config(HERE.parent / path, overrides))
+        addresses = {c.hosts.coordinator for c in configs}
+        assert addresses == {"auto", "node0:1234", "rti-hosts-0-0.rti:1234"}
+        assert all(c.hosts.processes > c.hosts.process_id for c in configs if c.hosts.coordinator != "auto")
+
+    def test_jobset(self):
+        """Pod NAME-GROUP-JOB-POD.NAME is process 0; as many pods as processes, each with its own number."""
+        part = self.TEXT[self.TEXT.index("    apiVersion:") :]
+        job = yaml.safe_load(textwrap.dedent(part[: part.index("\n## ")]))
+        (group,) = job["spec"]["replicatedJobs"]
+        spec = group["template"]["spec"]
+        assert job["kind"] == "JobSet" and spec["completionMode"] == "Indexed" and group["replicas"] == 1
+        name, pods = job["metadata"]["name"], spec["parallelism"]
+        (container,) = spec["template"]["spec"]["containers"]
+        (command,) = container["args"]
+        assert spec["completions"] == pods and f"hosts.processes={pods} " in command
+        assert f"hosts.coordinator={name}-{group['name']}-0-0.{name}:" in command
+        assert f"mesh.fsdp={pods * container['resources']['limits']['nvidia.com/gpu']}" in command
+        volumes = {v["name"] for v in spec["template"]["spec"]["volumes"]}
+        assert {m["name"] for m in container["volumeMounts"]} == volumes
+
+
+TOGETHER = {  # calls that end when every process has made them
+    *("exchange", "collect", "from_first", "during", "sync", "export", "update", "score"),
+    *("_barrier", "sync_global_devices", "process_allgather", "broadcast_one_to_all"),
+    *("save", "restore", "restore_params", "load_policy"),
+}
+
+
+def called(*nodes):
+    """(line, name) of every call below."""
+    for call_ in (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Call)):
+        yield call_.lineno, getattr(call_.func, "attr", getattr(call_.func, "id", ""))
+
+
+def by_one_process(tree):
+    """(line, name) of every call that process 0 alone makes, or the others alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_first":
+            yield from called(*node.args)
+        if isinstance(node, ast.IfExp) and FIRST.search(ast.unparse(node.test)):
+            yield from called(node.body, node.orelse)
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, ())
+            for i, statement in enumerate(block if isinstance(block, list) else ()):
+                if isinstance(statement, ast.If) and FIRST.search(ast.unparse(statement.test)):
+                    leaves = isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue)
+                    yield from called(*statement.body, *statement.orelse, *(block[i + 1 :] if leaves else ()))
+
+
+FIRST = re.compile(r"\.first\b|_first_process\(\)|process_index\(\)")
+
+
+class TestNoCollectiveOfOne:
+    """What all processes must do together stands under no "if process 0", and in nothing that it alone computes."""
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "if hosts.first:\n    hosts.exchange(1)",
+            "if not self.hosts.first:\n    return\nself.save(checkpoints)",
+            "x = hosts.collect(1) if hosts.first else None",
+            "hosts.from_first(lambda: summary.export(folder))",
+            "if jax.process_index() == 0:\n    pass\nelse:\n    multihost_utils.sync_global_devices('x')",
+        ],
+    )
+    def test_the_check_sees_them(self, source):
+        assert TOGETHER & {name for _, name in by_one_process(ast.parse(source))}
+
+    def test_there_is_none(self):
+        found, seen = [], 0
+        for path in sorted((*(HERE.parent / "rti_jax").glob("*.py"), *(HERE.parent / "models").glob("*.py"))):
+            if not re.search(rf"{FIRST.pattern}|from_first", text := path.read_text()):
+                continue
+            for line, name in by_one_process(ast.parse(text)):
+                seen += 1
+                found += [f"{path.name}:{line} {name}"] if name in TOGETHER else []
+        assert not found and seen > 30
 
 
 @pytest.mark.slow

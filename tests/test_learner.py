@@ -122,6 +122,30 @@ class TestUpdate:
             state, _ = update(state, [batching.with_behavior(b, np.full(b.tokens.shape, -3.0)) for b in batches])
         assert update.traces["accumulate"] <= 3 and update.traces["apply"] == 1
         assert update.compiled_programs("accumulate") <= 3 and update.compiled_programs("apply") == 1
+        before, shapes = update.programs, set()
+        for seed in range(20):  # the same shapes again
+            groups = make_groups(count=1 + seed % 4, seed=seed, corrected=seed % 2 == 0)
+            batches = batching.build(groups, config).microbatches
+            shapes |= {b.tokens.shape for b in batches}
+            state, _ = update(state, [batching.with_behavior(b, np.full(b.tokens.shape, -3.0)) for b in batches])
+        assert update.programs == before == len(shapes) + 2  # zeros and apply; what compile/programs says
+
+    @pytest.mark.parametrize("offload", [False, True])
+    def test_state_and_sums_are_donated(self, offload):
+        """Else there would be two of each for a moment: parameters, moments and gradients."""
+        config, on = make_config(batch={"buckets": [32], "rows_per_microbatch": 1}), mesh(1)
+        params = init_params(on)
+        optimizer = learner.make_optimizer(config.optimizer, params, config.steps)
+        state = learner.init_state(params, optimizer, on, offload=offload)
+        update = learner.make_update_step(StandIn(), config, on, optimizer)
+        batches = batching.build(make_groups(), config).microbatches
+        batches = [batching.with_behavior(b, np.full(b.tokens.shape, -3.0)) for b in batches]
+        update._compile(state)
+        accumulate, sums = update._compiled["accumulate"], []
+        update._compiled["accumulate"] = lambda p, g, b: sums.append(g) or accumulate(p, g, b)
+        update(state, batches)
+        assert len(sums) == len(batches) > 1
+        assert all(x.is_deleted() for x in jax.tree.leaves((state, sums)))
 
     def test_a_gradient_that_is_not_finite_is_skipped_and_counted(self):
         config, on = make_config(), mesh(1)
@@ -245,6 +269,8 @@ class TestDevices:
         np.testing.assert_allclose(
             eight["kernel"], np.ravel(state.params["layers"]["mixer"]["kernel"]), rtol=1e-5, atol=1e-6
         )
+        assert eight["shards"] == [[2, 16, 4]] * 3  # of the kernel and its two moments, after two updates
+        assert eight["programs"] == {"accumulate": 1, "apply": 1, "corrected": 1}  # the first state's serve the others
 
     def test_moments_are_sharded_as_their_parameters(self):
         on = mesh(1)
@@ -271,7 +297,7 @@ class TestPrecision:
         for _ in range(100):
             state, metrics = update(state, batches)
         assert metrics["optimizer/skipped"] == 0
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim)
         moved = np.abs(np.asarray(state.params["layers"]["mixer"]["kernel"]) - before)
         # Adam moves each weight by up to lr a step, always to the same side here: the batch stays the same
         assert np.median(moved) == pytest.approx(1e-4, rel=0.1) and moved.max() < 1.2e-4

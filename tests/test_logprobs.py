@@ -137,6 +137,22 @@ class TestGradient:
         assert max(sizes(jax.grad(loss, (0, 1)))) == largest  # all logits are 256 * 512, a chunk's 32 * 512
         assert max(sizes(loss)) == 32 * 512  # without a gradient never
 
+    def test_memory_does_not_grow_with_the_vocabulary(self):
+        """But for the head and its gradient: what is laid out beside them, with Qwen3.5's vocabulary and an eighth."""
+        width, length = 16, 8192
+
+        def temporaries(vocabulary):
+            def loss(hidden, head, tokens):
+                return token_logprobs(hidden, head, tokens, jnp.ones_like(tokens), entropy=True)[0].sum()
+
+            shapes = ((1, length, width), jnp.float32), ((width, vocabulary), jnp.float32), ((1, length), jnp.int32)
+            lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+            return lowered.compile().memory_analysis().temp_size_in_bytes
+
+        small, large = temporaries(2**15), temporaries(248_320)
+        assert large < 1.1 * small + 4 * 248_320 * width * 3
+        assert large < 4 * 248_320 * length / 8  # all logits once
+
 
 class Counting:
     """A model whose log-probability of a token depends on its position and its predecessor alone, in closed form."""

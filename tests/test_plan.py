@@ -202,7 +202,9 @@ COMPILED = {("qwen3-8b", 32768): 30.03}
 
 
 class TestFits:
-    @pytest.mark.parametrize("name", ["tau2_retail_qwen3_8b", "tau2_retail_qwen3_5_9b", "navigation_qwen3_8b"])
+    @pytest.mark.parametrize(
+        "name", [f"{e}_{m}" for e in ("tau2_retail", "navigation") for m in ("qwen3_8b", "qwen3_5_9b")]
+    )
     def test_full_size_configs_on_eight_h20(self, name):
         done = rti(CONFIGS / f"{name}.yaml", "--json")
         result = json.loads(done.output)
@@ -213,8 +215,9 @@ class TestFits:
         assert result["flops_per_step"] > result["model_flops_per_step"] > 6 * 8e9 * result["tokens_per_step"]
         assert set(result["seconds_per_step"]) == {"h20", "h100", "h200", "v5p", "v6e"}
 
-    def test_not_on_one(self):
-        done = rti(CONFIGS / "tau2_retail_qwen3_8b.yaml", "--devices", 1)
+    @pytest.mark.parametrize("name", ["tau2_retail_qwen3_8b", "navigation_qwen3_8b"])
+    def test_not_on_one(self, name):
+        done = rti(CONFIGS / f"{name}.yaml", "--devices", 1)
         assert done.exit_code == 1 and "DOES NOT FIT" in done.output and "--devices 8 (mesh.fsdp=8)" in done.output
 
     def test_what_it_says_to_change_makes_it_fit(self):

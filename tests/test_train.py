@@ -23,7 +23,7 @@ def rti(*arguments, **environment):
     """Runs the command; returns the finished process with its text."""
     command = [sys.executable, "-m", "rti_jax.cli", *map(str, arguments)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "RTI_NO_LAUNCHER": "1", **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
 
 
 def train(folder, name, *overrides, **environment):
