@@ -33,7 +33,7 @@ def main() -> None:
         "--steps", type=int, default=5, help=f"measured ones; of rows from {LONG} tokens on two at most"
     )
     parser.add_argument("--threads", type=int, default=turns.cores())
-    parser.add_argument("--remat", choices=["none", "full"], default="none", help="of rti-jax")
+    parser.add_argument("--remat", choices=["none", "full"], default="none", help="of all arms")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "growth")
     given = parser.parse_args()
     given.tunix_python = None
@@ -43,7 +43,7 @@ def main() -> None:
         parameters = make_folder(pathlib.Path(folder), **SIZE)
         for growing, shape in shapes:
             steps, warm_up = (min(given.steps, 2), 1) if shape[1] >= LONG else (given.steps, 2)
-            measured = turns.compare(commands(folder, shape, given), given.threads, steps, warm_up)
+            measured = turns.compare(commands(folder, shape, given, given.remat), given.threads, steps, warm_up)
             turns.check_same_work(measured, ("loss", "grad_norm"))
             for arm, result in measured.items():
                 points.append({"growing": growing, "rows": shape[0], "length": shape[1], "arm": arm, **result})

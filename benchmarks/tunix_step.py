@@ -7,7 +7,8 @@ Started by update_step.py, in an environment of its own: google-tunix pins other
 train step that its GRPO learner compiles, given one batch: rows without padding (the prompt is the first quarter), no
 reference, no old log-probabilities (the ratio's denominator is the step's own forward pass, as in ours), the same
 clipping and AdamW. Without a TPU or GPU its attention holds the scores [rows, heads, tokens, tokens], and its loss the
-logits of the whole batch; `remat` of whole layers is turned on where the scores of all layers would take over 2 GB.
+logits of the whole batch; layers are computed again where update_step.py says so, and where the scores of all layers
+would take over 2 GB.
 
 Its 0.1.7 applies a rope theta of 1e6 whatever its config says, so that is what the model of update_step.py has.
 """
@@ -26,11 +27,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--shape", type=int, nargs=2, required=True)
+    parser.add_argument("--remat", choices=["none", "full"], default="none")
     given = parser.parse_args()
-    turns.serve(make_step(given.folder, *given.shape))
+    turns.serve(make_step(given.folder, *given.shape, given.remat))
 
 
-def make_step(folder: pathlib.Path, batch: int, length: int):
+def make_step(folder: pathlib.Path, batch: int, length: int, remat: str):
     """A step of google-tunix's trainer on the batch of update_step.py."""
     import jax
     import jax.numpy as jnp
@@ -43,6 +45,7 @@ def make_step(folder: pathlib.Path, batch: int, length: int):
 
     raw = json.loads((folder / "config.json").read_text())
     scores = 4 * raw["num_hidden_layers"] * raw["num_attention_heads"] * batch * length**2
+    again = remat == "full" or scores > SCORE_BYTES
     config = qwen3.ModelConfig(
         num_layers=raw["num_hidden_layers"],
         vocab_size=raw["vocab_size"],
@@ -54,7 +57,7 @@ def make_step(folder: pathlib.Path, batch: int, length: int):
         rope_theta=int(raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]),
         norm_eps=raw["rms_norm_eps"],
         use_tied_embedding=raw["tie_word_embeddings"],
-        remat_config=qwen3.RematConfig.DECODER if scores > SCORE_BYTES else qwen3.RematConfig.NONE,
+        remat_config=qwen3.RematConfig.DECODER if again else qwen3.RematConfig.NONE,
     )
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     model = params.create_model_from_safe_tensors(str(folder), config, mesh, dtype=jnp.float32)

@@ -1,7 +1,7 @@
 """One GRPO update: tokens per second and memory, against the same step in PyTorch with transformers.
 
-    python benchmarks/update_step.py                              1M and 25M parameters, 256, 1024 and 4096 tokens
-    python benchmarks/update_step.py --sizes 150M --lengths 1024
+    python benchmarks/update_step.py                              1M, 25M and 150M parameters; 256, 1024 and 4096 tokens
+    python benchmarks/update_step.py --sizes 25M --lengths 1024
     python benchmarks/update_step.py --tunix-python VENV/bin/python      and against google-tunix, see tunix_step.py
 
 Every arm loads the same random Qwen3 folder, in float32, and takes the same step on the same tokens: forward pass, the
@@ -9,6 +9,8 @@ clipped surrogate with three quarters of every row trained, backward pass, clipp
 turns step by step, on the same cores, with the same allocator (turns.py); a number is the median of the steps after two
 that warm up. Loss and gradient norm of the first step are compared, so that the arms are known to do the same work.
 Tokens are rows times length, for all of them. PyTorch is spared the entropy of the policy, which our step also reports.
+At 150M all arms compute the layers again in the backward pass (rti-jax `model.remat=full`, transformers' gradient
+checkpointing), as one does with such models; else they do not fit beside each other in 24 GB. Fewer steps are taken.
 Memory is the process's peak during the measured steps less what it held when model and optimizer were ready; what a
 compiler leaves behind counts, some 0.3 GB for ours, which shows at small sizes alone.
 """
@@ -29,19 +31,20 @@ SIZES: dict[str, dict[str, int]] = {
     "25M": dict(width=384, mlp=1024, layers=8, heads=6, kv=2, vocabulary=32768),
     "150M": dict(width=768, mlp=2304, layers=18, heads=12, kv=4, vocabulary=32768),
 }
+LARGE = ("150M",)
 CLIP, LR, WEIGHT_DECAY, BETAS, NORM = 0.2, 1e-6, 0.1, (0.9, 0.98), 1.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "25M"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--tokens", type=int, default=4096, help="of a step: rows times length (at least one row)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--tunix-python", metavar="PATH", help="Python of a virtual environment with google-tunix")
-    parser.add_argument("--steps", type=int, default=3, help="measured ones")
+    parser.add_argument("--steps", type=int, help="measured ones; by default 5, of large models 2")
     parser.add_argument("--threads", type=int, default=turns.cores())
-    parser.add_argument("--remat", choices=["none", "full"], default="none", help="of rti-jax")
+    parser.add_argument("--remat", choices=["none", "full"], help="of all arms; by default full for large models")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "update_step")
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -56,27 +59,29 @@ def main() -> None:
     for size in given.sizes:
         with tempfile.TemporaryDirectory() as folder:
             parameters = make_folder(pathlib.Path(folder), **SIZES[size])
+            remat = given.remat or ("full" if size in LARGE else "none")
+            steps, warm_up = (2, 1) if size in LARGE else (5, 2)
+            common = {"size": size, "parameters": parameters, "remat": remat}
             for length in given.lengths:
                 shape = max(1, given.tokens // length), length
-                measured = turns.compare(commands(folder, shape, given), given.threads, given.steps)
+                arms = commands(folder, shape, given, remat)
+                measured = turns.compare(arms, given.threads, given.steps or steps, warm_up)
                 turns.check_same_work(measured, ("loss", "grad_norm"))
-                rows += [
-                    {"size": size, "parameters": parameters, "rows": shape[0], "length": length, "arm": arm, **result}
-                    for arm, result in measured.items()
-                ]
+                shaped = common | {"rows": shape[0], "length": length}
+                rows += [shaped | {"arm": arm, **result} for arm, result in measured.items()]
                 print(line(size, shape, measured), flush=True)
     text = table(rows)
     print("\n" + text)
-    turns.write(given.output, "One GRPO update", {"remat": given.remat, "rows": rows}, text, on)
+    turns.write(given.output, "One GRPO update", {"rows": rows}, text, on)
 
 
-def commands(folder: str, shape: tuple[int, int], given: argparse.Namespace) -> dict[str, list[str]]:
+def commands(folder: str, shape: tuple[int, int], given: argparse.Namespace, remat: str) -> dict[str, list[str]]:
     """The worker of each arm."""
-    rest = ["--folder", folder, "--shape", *map(str, shape), "--threads", str(given.threads)]
-    found = {arm: [sys.executable, __file__, "--worker", arm, *rest, "--remat", given.remat] for arm in given.arms}
+    rest = ["--folder", folder, "--shape", *map(str, shape), "--remat", remat]
+    own = [sys.executable, str(ROOT / "benchmarks" / "update_step.py"), *rest, "--threads", str(given.threads)]
+    found = {arm: [*own, "--worker", arm] for arm in given.arms}
     if given.tunix_python:
-        script = str(ROOT / "benchmarks" / "tunix_step.py")
-        found["tunix"] = [given.tunix_python, script, "--folder", folder, "--shape", *map(str, shape)]
+        found["tunix"] = [given.tunix_python, str(ROOT / "benchmarks" / "tunix_step.py"), *rest]
     return found
 
 
@@ -156,6 +161,8 @@ def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Names
 
     torch.set_num_threads(given.threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    if given.remat == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     tokens, mask, advantages = data((batch, length), model.config.vocab_size)
     ids, trained = torch.from_numpy(tokens).long(), torch.from_numpy(mask[:, 1:].copy()).float()
@@ -198,14 +205,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     arms = list(dict.fromkeys(r["arm"] for r in rows))
     head = ["model", "rows x tokens", *(f"{a} tok/s" for a in arms), *(f"{a} GB" for a in arms), "to the fastest other"]
     lines = []
-    shapes = dict.fromkeys((r["size"], r["rows"], r["length"]) for r in rows)
-    for size, batch, length in shapes:
+    shapes = dict.fromkeys((r["size"], r["rows"], r["length"], r["remat"]) for r in rows)
+    for size, batch, length, remat in shapes:
         here = {r["arm"]: r for r in rows if (r["size"], r["rows"], r["length"]) == (size, batch, length)}
         speed = {arm: batch * length / r["step_s"] for arm, r in here.items()}
         others = [s for arm, s in speed.items() if arm != "rti-jax"]
         ratio = f"{speed['rti-jax'] / max(others):.2f}" if others and "rti-jax" in speed else ""
         memory = [f"{here[a]['peak_bytes'] / 1e9:.2f}" for a in arms]
-        lines.append([size, f"{batch} x {length}", *(f"{speed[a]:.0f}" for a in arms), *memory, ratio])
+        again = ", layers computed again" if remat == "full" else ""
+        lines.append([f"{size}{again}", f"{batch} x {length}", *(f"{speed[a]:.0f}" for a in arms), *memory, ratio])
     return turns.table(head, lines)
 
 

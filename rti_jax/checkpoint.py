@@ -1,7 +1,7 @@
 """Checkpoints: the learner's state by Orbax, the rest of a run as JSON, and a commit marker that is written last.
 
     <directory>/<step>/state/           parameters ("params") and the other state ("rest"), sharded, float32
-    <directory>/<step>/extra.json       the run it belongs to (resume.py), counts of stop.*, the groups of the next step
+    <directory>/<step>/extra.json       its run (resume.py), version of the weights, counts of stop.*, the next groups
     <directory>/<step>/COMMITTED.json   name, size and CRC-32 of every file above: without it, or with another size,
                                         the checkpoint does not count; with another CRC-32 it is not read
 

@@ -173,8 +173,8 @@ class Trainer:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
         # On several hosts a save ends for all of them before any goes on.
         with Checkpoints(self.run_folder.checkpoints, config.checkpoint.keep, background=hosts.alone) as checkpoints:
-            if learner.step:
-                await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.step)
+            if learner.version:
+                await weight_sync.sync(self.engine, learner.policy.model, learner.state.params, learner.version)
             saved, saved_at = learner.step, time.monotonic()
             spent = hosts.from_first(self.budget.spent)
             if hosts.first and learner.step < config.steps and not spent:
@@ -223,7 +223,7 @@ class Trainer:
                 learner.step, self._next = n + 1, None
             self._write_groups(collected.everyone)  # without them the step has no line, and is made again
             try:
-                updated = bool(metrics["optimizer/updates"] or learner.replay)
+                updated = learner.version == n + 1
                 if following:
                     with self._timed("rollout"):
                         self._next = await following.result()
@@ -373,7 +373,7 @@ class Trainer:
     def save(self, checkpoints: Checkpoints) -> None:
         """A checkpoint of the last whole step, with the groups of the next one if they are there."""
         self._at(f"saving the checkpoint of step {self.learner.step}")
-        extra = self.learner.identity | {"statistics": {"guards": self.guards.state}}
+        extra = self.learner.identity | {"version": self.learner.version, "statistics": {"guards": self.guards.state}}
         if self._next and self.hosts.first:
             extra["next"] = self._next.as_json()
         checkpoints.save(self.learner.step, self.learner.state, extra)

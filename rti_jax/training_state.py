@@ -26,7 +26,8 @@ class Learner:
       tasks: of the run; what is replayed (`rti.replay`) is played on them. hosts: of the run; None: this process alone.
 
     Attributes:
-      step: steps that were made. extra: what the checkpoint that was restored holds beside the state.
+      step: steps that were made. version: the last of them that changed the weights, which the engine serves.
+      extra: what the checkpoint that was restored holds beside the state.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Learner:
         self.config, self.policy, self.hosts = config, policy, hosts or Hosts()
         optimizer = make_optimizer(config.optimizer, policy.params, total_updates(config))
         self.state = init_state(policy.params, optimizer, policy.mesh, offload=config.optimizer.offload)
-        self.step = 0
+        self.step = self.version = 0
         self.identity = resume.identity(config, tasks)
         self.extra: dict[str, Any] = {}
         self._held: Any = None  # parameters that `score` uses in the place of the state's
@@ -68,6 +69,7 @@ class Learner:
                     f"steps={config.steps}, but {run.folder} has a checkpoint of step {self.step}; raise steps "
                     "or give another name="
                 )
+            self.version = restored.extra.get("version", self.step)
             changed = resume.check(restored.extra, self.identity, run.folder)
             if hosts.first:
                 for line in changed:
@@ -123,6 +125,8 @@ class Learner:
         replayed: dict[str, float] = {}
         if self.replay:
             self.state, replayed = self.replay(self.state, self.step)
+        if results or self.replay:
+            self.version = self.step + 1
         counts = {
             "optimizer/updates": float(len(results)),
             "optimizer/idle": float(len(packed) - len(results)),
