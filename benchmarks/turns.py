@@ -27,13 +27,21 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "numpy", 
 MARK = "step: "  # begins the lines that a worker answers with; libraries print others
 
 
+class ArmDied(SystemExit):
+    """A worker ended; `arm` is its name."""
+
+    def __init__(self, arm: str, text: str):
+        super().__init__(text)
+        self.arm = arm
+
+
 class Arm:
     """A worker process.
 
     Args:
       command: of the worker. threads: cores that it may use.
 
-    `step()` raises SystemExit with the end of its output if it dies.
+    `step()` raises ArmDied with the end of its output if it dies.
     """
 
     def __init__(self, name: str, command: Sequence[str], threads: int):
@@ -69,7 +77,9 @@ class Arm:
     def _died(self) -> None:
         self._process.wait()
         self._log.seek(0)
-        raise SystemExit(f"{self.name} ended with exit code {self._process.returncode}:\n{self._log.read()[-3000:]}")
+        code = self._process.returncode
+        why = " (killed, as by a system without memory left)" if code == -9 else ""
+        raise ArmDied(self.name, f"{self.name} ended with exit code {code}{why}:\n{self._log.read()[-3000:]}")
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -200,7 +210,8 @@ def _lines(path: str) -> list[str]:
 
 def write(output: pathlib.Path, what: str, result: Mapping[str, Any], text: str, on: Mapping[str, Any]) -> None:
     """Writes OUTPUT.json and OUTPUT.md, both with the command and the machine."""
-    command = " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]])
+    given = ["/".join(pathlib.Path(a).parts[-3:]) if a.startswith("/") else a for a in sys.argv[1:]]  # no one's folders
+    command = " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *given])
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
     where = (
         f"`{command}` on {on['date']}: {on['cpu']}, {on['threads']} of {on['cores']} cores, {on['memory_gb']} GB, "

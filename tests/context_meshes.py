@@ -140,6 +140,7 @@ def splash_apart() -> float:
 
 if __name__ == "__main__":
     attention.CPU_BLOCKS = 12, 12  # two blocks in a part of 16, the last not full
+    attention.UNROLLED = 0  # smaller programs
     logprobs.chunk_columns = lambda rows, length, vocabulary, chunk=None: 5  # and several chunks of logits
     rng = np.random.default_rng(2)
     rows = [(rng.integers(0, 40, 4).tolist(), rng.integers(0, 40, n).tolist()) for n in (1, 3, 30, 9, 11, 70)]
