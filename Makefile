@@ -32,7 +32,7 @@ help:
 	@echo "make install     a virtual environment in $(VENV) with everything (about 2 minutes; no accelerator needed)"
 	@echo "make quickstart  install what is missing, then train the shipped policy with RTI and report on it"
 	@echo "make test        the tests          make test-fast   without the slow ones     make test-all   every case"
-	@echo "make bench       speed and memory against PyTorch, about 25 minutes on two cores; results in benchmarks/results"
+	@echo "make bench       speed and memory against PyTorch, about 45 minutes on two cores; results in benchmarks/results"
 	@echo "make lint        ruff               make clean       remove caches (keeps $(VENV) and runs/)"
 	@echo ""
 	@echo "Variables: PYTHON=python3.12  VENV=.venv  ACCELERATOR=cpu|cuda|tpu  TORCH_INDEX=URL  WORKERS=2"
