@@ -70,7 +70,7 @@ from rti_jax.training_state import Learner
 from rti_jax.types import Group
 
 logger = logging.getLogger(__name__)
-PROBE_ROWS, PROBE_TOKENS = 8, 32  # sequences that are sampled and scored after each weight update
+PROBE_ROWS = 8  # sequences that are sampled and scored after each weight update
 
 
 def main(config: config_lib.Config) -> int:
@@ -296,7 +296,7 @@ class Trainer:
         prompts = list({t.turns[0].prompt_ids: None for g in groups for t in g.trajectories if t.turns})[:PROBE_ROWS]
         sampling, stop = self.config.sampling, self.player.chat.stop_ids
         requests = [
-            GenerateRequest(p, min(sampling.max_tokens, PROBE_TOKENS), sampling.temperature, i, stop)
+            GenerateRequest(p, min(sampling.max_tokens, 64), sampling.temperature, i, stop)
             for i, p in enumerate(prompts)
         ]
         answers = await asyncio.gather(*map(self._answer, requests))
