@@ -44,8 +44,7 @@ class Learner:
     def __init__(self, config, policy, run, tasks, hosts):
         self.config, self.policy, self.state, self.replay = config, policy, types.SimpleNamespace(params=None), None
         self.identity, self.extra = {}, {}
-        self.step = max((int(p.name) for p in run.checkpoints.iterdir()), default=0)
-        self.identity, self.extra = {}, {}
+        self.step = self.version = max((int(p.name) for p in run.checkpoints.iterdir()), default=0)
 
     def score(self, rows):
         return [-0.01 * (1 + np.arange(len(response))) for _, response in rows]
