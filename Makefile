@@ -18,7 +18,7 @@ STAMP := $(VENV)/.rti-$(ACCELERATOR)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 SYSTEM := $(shell uname -s)
 # Scripts of benchmarks/ that `make bench` runs, each with its defaults.
-BENCHMARKS  ?= update_step scorer growth step_overhead weight_transfer overlap
+BENCHMARKS  ?= update_step update_parts scorer growth step_overhead weight_transfer overlap
 # Python of an environment with google-tunix, for one more arm of update_step (benchmarks/tunix_step.py).
 TUNIX_PYTHON ?=
 # Tests never touch the network, and their many processes share what JAX compiled.

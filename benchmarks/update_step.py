@@ -9,9 +9,10 @@ clipped surrogate with three quarters of every row trained, backward pass, clipp
 turns step by step, on the same cores, with the same allocator (turns.py); a number is the median of the steps after two
 that warm up. Loss and gradient norm of the first step are compared, so that the arms are known to do the same work.
 Tokens are rows times length, for all of them. PyTorch is spared the entropy of the policy, which our step also reports.
-At 150M all arms compute the layers again in the backward pass (rti-jax `model.remat=full`, transformers' gradient
-checkpointing), as one does with such models, and google-tunix is left out beside the three others, which fill 24 GB
-(`--sizes 150M --arms rti-jax` has it). Fewer steps are taken. Where google-tunix is killed, its place is empty.
+At 150M all arms compute the layers again in the backward pass, as one does with such models: transformers by gradient
+checkpointing, ours all but attention (`model.remat=attention`), see the memory that each took. Fewer steps are taken,
+and google-tunix is left out beside the three others, which fill 24 GB (`--sizes 150M --arms rti-jax` has it). Where
+google-tunix is killed, its place is empty.
 Memory is the process's peak during the measured steps less what it held when model and optimizer were ready; what a
 compiler leaves behind counts, some 0.3 GB for ours, which shows at small sizes alone.
 """
@@ -139,7 +140,8 @@ def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespac
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     mesh = make_mesh(config.mesh)
     again = given.remat == "full"  # unrolled, the CPU compiler would compute layers again long before they are needed
-    model, params = hf.load(folder, dtype="float32", remat=given.remat, scan_layers=again, mesh=mesh)
+    remat = "attention" if again else "none"
+    model, params = hf.load(folder, dtype="float32", remat=remat, scan_layers=again, mesh=mesh)
     optimizer = make_optimizer(config.optimizer, params, 1000)
     state = init_state(params, optimizer, mesh)
     update = make_update_step(model, config, mesh, optimizer, on_policy=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import names
+from models.layers import ATTENDED
 
 CUDNN_BLOCK = 2048  # query tokens per call: the mask is [B, 1, block, T], never [T, T]
 SPLASH_LANES = 128
@@ -84,7 +85,14 @@ def _splash_kernel(length: int, heads: int, parts: int, interpret: bool):
     block = next(b for b in (512, 256, 128) if length // parts % b == 0)
     sizes = tpu.BlockSizes(**dict.fromkeys(_BLOCK_FIELDS, block))
     mask = tpu.MultiHeadMask([tpu.CausalMask((length, length), shard_count=parts)] * heads)
-    return tpu.make_splash_mqa(mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, interpret=interpret)
+    return tpu.make_splash_mqa(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
+        interpret=interpret,
+        residual_checkpoint_name=ATTENDED,
+    )
 
 
 def _splash(kernel, q, k, v, segment_ids, others) -> jax.Array:

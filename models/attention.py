@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from models import names
 from models.accelerated_attention import cudnn, cudnn_can, splash, splash_can
-from models.layers import Execution, wide
+from models.layers import ATTENDED, Execution, wide
 
 # Queries, and keys, of a tile: on CPU what fits its caches, elsewhere what keeps a device busy.
 CPU_BLOCKS, ACCELERATOR_BLOCKS = (64, 256), (1024, 1024)  # least and most; in between, a quarter of the row
@@ -146,7 +147,8 @@ def _forward(q, k, v, segment_ids, part: Part | None, block: int):
         return None, ((out / total).astype(q.dtype), peak + jnp.log(total))
 
     blocks = _visible_tiles(segment_ids, part, block), q
-    _, (out, normaliser) = _over_blocks(of_block, None, blocks, _unrolled(q, part, block))
+    _, outputs = _over_blocks(of_block, None, blocks, _unrolled(q, part, block))
+    out, normaliser = (checkpoint_name(x, ATTENDED) for x in outputs)
     return out, (q, k, v, segment_ids, part, out, normaliser)
 
 

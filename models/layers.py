@@ -18,12 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from models import names
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash")
-REMAT = ("none", "dots", "full", "offload")
+REMAT = ("none", "dots", "attention", "full", "offload")
 DTYPES = ("float32", "bfloat16")
 
-LAYER_INPUT, PRODUCT = "layer_input", "product"
+LAYER_INPUT, PRODUCT, ATTENDED = "layer_input", "product", "attended"
 POLICIES = {
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # a policy by primitive does not see into `project`
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # one by primitive sees into neither
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENDED),
     "full": None,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -51,8 +52,9 @@ class Execution:
       dtype: of activations and of the parameters where they are used, one of `DTYPES`; in JAX's x64 mode also
         "float64", to tell rounding from mistakes.
       attention: "auto" is cudnn on GPU, splash on TPU, blockwise elsewhere.
-      remat: what the backward pass finds: "none" all it needs; "dots" the layers' products with weights, the rest is
-        recomputed; "full" each layer's input; "offload" the same, kept in the host's memory meanwhile.
+      remat: what the backward pass finds, the rest is recomputed: "none" all it needs; "dots" the layers' products
+        with weights and attention's output (not cudnn's); "attention" each layer's input and that output; "full" each
+        layer's input; "offload" the same, kept in the host's memory meanwhile.
       scan_layers: one compiled layer for all of them; False unrolls, which is faster for tiny models on CPU.
       mesh: devices (axes data, fsdp, tensor, context) that activations are constrained to; None for one device.
     """

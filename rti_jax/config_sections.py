@@ -21,7 +21,7 @@ class ModelConfig(Section):
     path: str = ""  # Hugging Face folder of the policy
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # compute; master weights are float32
     attention: Literal["auto", "blockwise", "cudnn", "splash"] = "auto"  # cuDNN on GPU, splash on TPU, else blockwise
-    remat: Literal["none", "dots", "full", "offload"] = "full"  # what is kept for the backward pass, docs/plan.md
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "full"  # kept for the backward pass, docs/plan.md
     scan_layers: bool = True  # one compiled layer for all; false unrolls (faster for tiny models on CPU)
 
 

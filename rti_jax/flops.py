@@ -43,12 +43,13 @@ class Flops:
 
         Attention computes its scores again in the backward pass (five products where the forward pass has two), the
         head its logits (models/attention.py, logprobs.py); rematerialisation runs each layer again, but for its
-        closing product, or ("dots") what is no product with weights.
+        closing product; "attention" spares attention (but cudnn's), "dots" all but recurrences.
         """
         layers = self.matrices + self.recurrence
-        whole = layers + self.attention - self.closing
-        again = {"none": 0.0, "dots": self.recurrence + self.attention, "full": whole, "offload": whole}[remat]
-        return 3 * layers + 3.5 * self.attention + 4 * self.head + again
+        but = layers - self.closing
+        whole = but + self.attention
+        again = {"none": 0.0, "dots": self.recurrence, "attention": but, "full": whole, "offload": whole}
+        return 3 * layers + 3.5 * self.attention + 4 * self.head + again[remat]
 
 
 def forward(model: Any, tokens: float, pairs: float) -> Flops:

@@ -189,11 +189,13 @@ class Scorer:
     """Log-probabilities of responses given prompts, for rows of any length, with few compiled programs.
 
     Rows are packed into lines of a few lengths (see packing.py); a row that is longer than the longest bucket gets a
-    line of the next power of two. Lengths are rounded up to what the mesh axis context divides.
+    line of the next power of two. Lengths are rounded up to what the mesh axis context divides. A batch has `TOKENS`
+    tokens, or the `SMALL`th part where that is enough: at most two programs for each length.
     """
 
     BUCKETS = (256, 1024, 4096)
     TOKENS = 8192  # of one batch; a longer row is a batch of its own
+    SMALL = 8  # so that a few short rows, as those of the probe after each update, do not cost a whole batch
 
     def __init__(
         self, model: Any, mesh: Mesh | None = None, temperature: float = 1.0, buckets: Sequence[int] | None = None
@@ -261,8 +263,12 @@ class Scorer:
         plan = []
         for buckets, members in families.items():
             lines = max(1, self.TOKENS // buckets[-1])
-            batches = plan_microbatches([lengths[i] for i in members], buckets, lines, self._multiple)
-            plan += [(shape, [[members[j] for j in line] for line in filled]) for shape, filled in batches]
+            for (count, bucket), filled in plan_microbatches(
+                [lengths[i] for i in members], buckets, lines, self._multiple
+            ):
+                used = [[members[j] for j in line] for line in filled if line]
+                small = self._multiple * -(-count // self._multiple // self.SMALL)
+                plan.append(((small if len(used) <= small else count, bucket), used))
         return plan
 
     def _rounded(self, length: int) -> int:

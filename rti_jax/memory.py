@@ -112,10 +112,15 @@ def activations(model: Any, tokens: int, context: int = 1) -> float:
     layer, kinds = model.config.hidden_size * SIZES[model.execution.dtype], layer_kinds(model.config)
     if model.execution.remat == "offload":
         return float(tokens * 2 * layer)  # on the way to the host and back
+    inputs = model.config.num_hidden_layers * layer
     if model.execution.remat == "full":
-        return float(tokens * model.config.num_hidden_layers * layer)
+        return float(tokens * inputs)
+    head = model.config.head_dim * SIZES[model.execution.dtype] + FLOAT32  # output, and the log of the softmax's sum
+    attended = kinds.get(FULL, 0) * model.config.num_attention_heads * head
+    if model.execution.remat == "attention":
+        return float(tokens * (inputs + attended))
     if model.execution.remat == "dots":
-        return float(tokens * sum(n * (layer + products(model, kind)) for kind, n in kinds.items()))
+        return float(tokens * (inputs + attended + sum(n * products(model, kind) for kind, n in kinds.items())))
     others = (context - 1) * kinds.get(FULL, 0) * 2 * model.config.num_key_value_heads * model.config.head_dim
     own = sum(n * residuals(model, kind) for kind, n in kinds.items())
     return float(tokens * (own + others * SIZES[model.execution.dtype]))

@@ -313,7 +313,7 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             yield f"{said} ({result.bytes / GB:.1f} GB)"
 
     fixed = config.mesh.data * config.mesh.fsdp
-    if config.model.remat in ("none", "dots"):
+    if config.model.remat not in ("full", "offload"):
         yield from tried("model.remat=full", model={"remat": "full"})
     if config.model.remat != "offload":
         yield from tried("model.remat=offload", model={"remat": "offload"})

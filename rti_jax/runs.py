@@ -171,15 +171,19 @@ def trajectory_line(trajectory: Trajectory) -> str:
 
 
 def _line(trajectory: Trajectory, attempt: IntervenedRollout | None, advantage: float | None) -> dict[str, Any]:
-    line = dataclasses.asdict(trajectory) | {"advantage": advantage}
-    if attempt:
-        line["interventions"] = [dataclasses.asdict(i) for i in attempt.interventions]
-        line["decision"] = dataclasses.asdict(attempt.decision) if attempt.decision else None
-    return line
+    line = _fields(trajectory) | {"advantage": advantage}
+    return line | ({"interventions": attempt.interventions, "decision": attempt.decision} if attempt else {})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of a dataclass; its values as they are, where `dataclasses.asdict` would copy each token."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def plain(value: Any) -> Any:
     """JSON's types without known secrets; what is not a finite number becomes null."""
+    if dataclasses.is_dataclass(value):
+        value = _fields(value)
     if isinstance(value, Mapping):
         return {
             str(k): redaction.redact(v) if k == "error" and isinstance(v, str) else plain(v) for k, v in value.items()
@@ -187,7 +191,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return redaction.known_hidden(value)
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        kinds = set(map(type, value))  # of ids and log-probabilities there are many
+        if kinds == {int}:
+            return list(value)
+        return [v if math.isfinite(v) else None for v in value] if kinds == {float} else [plain(v) for v in value]
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, float | np.floating):

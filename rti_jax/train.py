@@ -223,7 +223,7 @@ class Trainer:
                 learner.step, self._next = n + 1, None
             self._write_groups(collected.everyone)  # without them the step has no line, and is made again
             try:
-                updated = bool(metrics["optimizer/updates"] or learner.replay)
+                updated = learner.version == n + 1
                 if following:
                     with self._timed("rollout"):
                         self._next = await following.result()

@@ -42,7 +42,7 @@ class Learner:
     """Learns nothing; its checkpoints are empty folders."""
 
     def __init__(self, config, policy, run, tasks, hosts):
-        self.config, self.policy, self.state, self.replay = config, policy, types.SimpleNamespace(params=None), None
+        self.config, self.policy, self.state = config, policy, types.SimpleNamespace(params=None)
         self.identity, self.extra = {}, {}
         self.step = self.version = max((int(p.name) for p in run.checkpoints.iterdir()), default=0)
 
@@ -53,6 +53,7 @@ class Learner:
         return [batching.build(groups, self.config)]
 
     def update(self, packed):
+        self.version = self.step + 1
         made = {"optimizer/updates": 1.0, "optimizer/grad_norm": 0.5, "policy/entropy": 0.1, "mismatch/abs": 0.0}
         return {**packed[0].metrics, **made}
 

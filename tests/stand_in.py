@@ -21,6 +21,15 @@ from rti_jax.types import Correction, Group, Status, Trajectory, Turn
 VOCAB, WIDTH, LAYERS = 40, 16, 2
 
 
+def forced_devices(count: int) -> str:
+    """XLA_FLAGS for so many devices on a CPU.
+
+    Without the second one a program of many collectives can stop on few cores: those that may run beside each other
+    block the threads that the others wait for.
+    """
+    return f"--xla_force_host_platform_device_count={count} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
 class StandIn:
     """x <- x + tanh(mean of the segment so far * scale @ kernel), tied head."""
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stand_in import StandIn, init_params, make_config, make_groups, mesh
+from stand_in import StandIn, forced_devices, init_params, make_config, make_groups, mesh
 
 from rti_jax import batching, checkpoint, learner
 from rti_jax.config import ConfigError
@@ -66,7 +66,7 @@ def small(value):
 
 def in_subprocess(code, *arguments, devices=1):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = forced_devices(devices)
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from context_meshes import MESHES
+from stand_in import forced_devices
 
 from models import names
 from rti_jax import placement
@@ -22,7 +23,7 @@ def eight():
     """What context_meshes.py finds on eight devices."""
     # half of the time would go into optimizing programs that run once
     quick = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"{forced_devices(8)} {quick}", "JAX_PLATFORMS": "cpu"}
     search = os.pathsep.join([str(HERE.parent), str(HERE)])
     done = subprocess.run(
         [sys.executable, str(HERE / "context_meshes.py")],

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from stand_in import forced_devices
 from tiny_models import make_model, make_qwen3
 
 from models import checkpoint_folder, hf, names
@@ -434,7 +435,7 @@ class TestSharding:
             script = script.replace('["self_attn"]["q_proj"]', '["layer_0"]["linear_attn"]["in_proj_qkv"]')
             script = script.replace("(2, 32, 64)", "(1, 32, 80)")
         script = script.replace("FOLDER", repr(str(folder)))
-        environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": "."}
+        environment = {"XLA_FLAGS": forced_devices(8), "PYTHONPATH": "."}
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | environment, timeout=300
         )

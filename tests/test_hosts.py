@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 from fakes import FakeEngine, Lookup, call, lookup_source, lookup_task, small_config, tiny_chat
-from stand_in import StandIn, make_config, make_groups, mesh
+from stand_in import StandIn, forced_devices, make_config, make_groups, mesh
 from two_hosts import OPTIONS, train
 
 from rti_jax import evaluate as evaluate_lib
@@ -48,7 +48,7 @@ def free_port():
 def pair(command, *arguments, devices=2):
     """Two processes of `command PORT INDEX *arguments`."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = forced_devices(devices)
     port, pipes = free_port(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     commands = [[sys.executable, *command, str(port), str(i), *map(str, arguments)] for i in range(2)]
     return [subprocess.Popen(c, env=env, **pipes) for c in commands]

@@ -278,6 +278,17 @@ class TestRunLayers:
 
         assert moved("offload") > 0 and moved("full") == moved("dots") == 0
 
+    @pytest.mark.parametrize(("remat", "products"), [("attention", 7), ("dots", 7), ("full", 9)])
+    def test_attention_whose_output_is_kept_is_not_computed_again(self, remat, products):
+        """Two products forward and five backward; in rows of several blocks they are in the bodies of loops."""
+        q, k = jnp.ones((1, 1024, 4, 8)), jnp.ones((1, 1024, 2, 8))
+
+        def loss(q, k, v):
+            y = lambda q: jnp.tanh(attention.blockwise(q, k, v, jnp.ones((1, 1024), int)))  # noqa: E731
+            return jax.checkpoint(y, policy=layers.POLICIES[remat])(q).sum()
+
+        assert str(jax.make_jaxpr(jax.grad(loss))(q, k, k)).count("dot_general") == products
+
 
 class TestExecution:
     @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("attention", "flash"), ("remat", "some")])

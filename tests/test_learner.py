@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stand_in import MESHES, StandIn, init_params, make_config, make_groups, mesh, run
+from stand_in import MESHES, StandIn, forced_devices, init_params, make_config, make_groups, mesh, run
 
 from rti_jax import batching, learner
 from rti_jax.types import Author
@@ -234,7 +234,7 @@ class TestDevices:
     @pytest.fixture(scope="class")
     def eight(self):
         """What stand_in.py gives on eight devices."""
-        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+        flags = {"XLA_FLAGS": forced_devices(8), "JAX_PLATFORMS": "cpu"}
         search = os.pathsep.join([str(HERE.parent), str(HERE)])
         done = subprocess.run(
             [sys.executable, str(HERE / "stand_in.py")],

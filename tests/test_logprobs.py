@@ -194,7 +194,17 @@ class TestScorer:
         rng = np.random.default_rng(0)
         for seed in range(6):
             scorer.score(1.0, rows_of(rng.integers(1, 28, rng.integers(1, 30)), seed))
-        assert scorer.compilations <= 3
+        assert scorer.compilations <= 2 * 3
+
+    @pytest.mark.parametrize(("rows", "lines"), [(1, 128), (128, 128), (129, 1024), (1024, 1024), (1025, 1152)])
+    def test_a_few_rows_do_not_cost_a_whole_batch(self, rows, lines):
+        scorer = Scorer(Counting(), buckets=(8,))
+        assert sum(count for (count, _), _ in scorer._plan([8] * rows)) == lines
+
+    def test_small_batches_are_shared_by_all_devices(self):
+        scorer = Scorer(Counting(), buckets=(4096,))
+        scorer._multiple = 8
+        assert [shape for shape, _ in scorer._plan([4096] * 3)] == [(8, 4096)]
 
     def test_new_parameters_need_no_new_program(self):
         scorer = Scorer(Counting(), buckets=(16,))

@@ -162,7 +162,7 @@ class TestStopwatch:
         trainer = object.__new__(train.Trainer)
         trainer.config, trainer.hosts, trainer._next = config, Hosts(), None
         trainer.learner = types.SimpleNamespace(
-            step=0, pack=taking(1.0), update=taking(2.0, {"optimizer/updates": 0.0}), replay=None
+            step=0, version=0, pack=taking(1.0), update=taking(2.0, {"optimizer/updates": 0.0})
         )
         trainer.engine = types.SimpleNamespace(
             sleep=waiting(4.0), wake_up=waiting(8.0), pop_metrics=taking(8.0, {"engine/restarts": 0.0})

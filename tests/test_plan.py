@@ -77,7 +77,7 @@ class TestFlops:
 
         return [jax.jit(f).lower(params, ids, ids, ids).cost_analysis()["flops"] for f in (loss, jax.grad(loss))]
 
-    @pytest.mark.parametrize("remat", ["none", "dots", "full"])
+    @pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
     @pytest.mark.parametrize("raw", [DENSE, HYBRID], ids=["dense", "hybrid"])
     def test_agree_with_xlas_count_of_an_unrolled_model(self, raw, remat, monkeypatch):
         monkeypatch.setattr(logprobs, "KEPT_BYTES", 0)

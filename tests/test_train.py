@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from stand_in import forced_devices
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -108,7 +109,7 @@ def test_a_killed_run_samples_and_learns_what_an_unbroken_one_does(tmp_path):
 
 @pytest.mark.exhaustive
 def test_eight_devices_have_the_same_first_loss(runs):
-    train(runs, "eight", "steps=1", XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    train(runs, "eight", "steps=1", XLA_FLAGS=forced_devices(8))
     one, eight = lines(runs / "whole")[0], lines(runs / "eight")[0]
     np.testing.assert_allclose(eight["optimizer/grad_norm"], one["optimizer/grad_norm"], rtol=1e-5)
     # About -1e-4 is left of terms of size one; float32 scores in the weights w leave 1e-8 of those terms.
