@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--shape", type=int, nargs=2, required=True)
-    parser.add_argument("--remat", choices=["none", "full"], default="none")
+    parser.add_argument("--remat", choices=["none", "attention", "full"], default="none")
     given = parser.parse_args()
     turns.serve(make_step(given.folder, *given.shape, given.remat))
 
@@ -45,7 +45,7 @@ def make_step(folder: pathlib.Path, batch: int, length: int, remat: str):
 
     raw = json.loads((folder / "config.json").read_text())
     scores = 4 * raw["num_hidden_layers"] * raw["num_attention_heads"] * batch * length**2
-    again = remat == "full" or scores > SCORE_BYTES
+    again = remat != "none" or scores > SCORE_BYTES
     config = qwen3.ModelConfig(
         num_layers=raw["num_hidden_layers"],
         vocab_size=raw["vocab_size"],

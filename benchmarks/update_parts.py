@@ -3,20 +3,23 @@
     python benchmarks/update_parts.py                        25M at 16 x 256, 4 x 1024 and 1 x 4096
     python benchmarks/update_parts.py --sizes 1M --lengths 256
 
-The models, steps and arms are those of update_step.py, which measures the update as a whole. Here each part,
-forward and backward, is a program of its own on tensors of the same shapes, of all layers:
+The models and the steps are those of update_step.py, which measures the update as a whole. Here each part, forward and
+backward, is a program of its own on tensors of the same shapes, of all layers; the table has seconds:
 
-    products    of the tokens with the layers' weights, and both gradients of each
-    attention   of rotated queries and keys, and values
-    elementwise what else the layers do: norms, rotation, activation, residuals (all layers less the two above)
-    head        hidden states to log-probabilities (ours: and the policy's entropy)
-    optimizer   clipping and AdamW
-    rest        the update as a whole less all parts: embedding, loss, what does not overlap (negative: what does)
+    products     of the tokens with the layers' weights, and both gradients of each
+    attention    of rotated queries and keys, and values
+    elementwise  what else is before the head: norms, rotation, activation, residuals, embedding (all of it is measured,
+                 less the two above)
+    head         hidden states to log-probabilities, in ours also the policy's entropy
+    optimizer    AdamW with clipping
+    rest         the update as a whole less all of these: the loss, sums of gradients, norms that are metrics; below
+                 zero where parts take less time within a whole than alone
 
 Arms are processes that take turns; a number is the median of the steps after one that warms up.
 """
 
 import argparse
+import functools
 import pathlib
 import statistics
 import sys
@@ -115,6 +118,7 @@ def normal(*shape: int) -> np.ndarray:
 def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespace):
     import jax
     import jax.numpy as jnp
+    import optax
 
     from models import hf
     from models.attention import attention
@@ -125,50 +129,58 @@ def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespac
 
     update = update_step.ours(folder, batch, length, given)
     model, params = hf.load(folder, dtype="float32", remat="none", scan_layers=False)
-    c, layers = model.config, model.config.num_hidden_layers
+    c = model.config
     tokens = jnp.asarray(update_step.data((batch, length), c.vocab_size)[0])
-    positions, segments = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.ones_like(tokens)
-    hidden = jnp.asarray(normal(batch, length, c.hidden_size))
+    positions, segments = jnp.tile(jnp.arange(length), (batch, 1)), jnp.ones_like(tokens)
     config = load_config(ROOT / "configs" / "quickstart.yaml", [f"optimizer.clip_norm={update_step.NORM}"])
     optimizer = make_optimizer(config.optimizer, params, 1000)
-    state = optimizer.init(params)
 
-    def both_ways(f, *arguments):
-        """f and the gradients of its arguments for random ones of its values."""
-        values = jax.eval_shape(f, *arguments)
-        seeds = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)), values)
+    def random(*shape):
+        return jnp.asarray(normal(*shape))
+
+    def both_ways(f, differentiated, *others):
+        """f(differentiated, *others), and the gradient of the former for random ones of its values."""
+        seeds = jax.tree.map(lambda x: random(*x.shape), jax.eval_shape(f, differentiated, *others))
 
         @jax.jit
-        def run(arguments, seeds):
-            values, backward = jax.vjp(f, *arguments)
+        def run(differentiated, others, seeds):
+            values, backward = jax.vjp(lambda x: f(x, *others), differentiated)
             return values, backward(seeds)
 
-        return lambda: jax.block_until_ready(run(arguments, seeds))
+        return lambda: jax.block_until_ready(run(differentiated, others, seeds))
 
-    def multiplied(xs, kernels):
-        return [project(x, k) for x, k in zip(xs, kernels, strict=True)]
+    def multiplied(pairs):
+        return [project(x, kernel) for x, kernel in pairs]
 
-    def attended(qkv):
+    def attended(qkv, segments):
         return [attention(q, k, v, segments, model.execution) for q, k, v in qkv]
 
-    def head(hidden, params):
-        return token_logprobs(hidden, model.head(params), tokens, segments, entropy=True)[0]
+    def scored(both, tokens, segments):
+        return token_logprobs(*both, tokens, segments, entropy=True)
 
-    def block(heads):
-        return jnp.asarray(normal(batch, length, heads, c.head_dim))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def apply(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
 
-    sizes = projections(c) * layers
-    inputs = {i: jnp.asarray(normal(batch, length, i)) for i in {i for i, _ in sizes}}
-    kernels = [jnp.asarray(normal(i, o)) for i, o in sizes]
-    qkv = [(block(c.num_attention_heads), block(c.num_key_value_heads), block(c.num_key_value_heads))] * layers
-    apply = jax.jit(optimizer.update)
+    applied = jax.tree.map(jnp.copy, params), optimizer.init(params)
+
+    def optimize():
+        nonlocal applied
+        applied = jax.block_until_ready(apply(*applied, params))
+
+    sizes, layers = projections(c), range(c.num_hidden_layers)
+    heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+    qkv = [[random(batch, length, n, c.head_dim) for n in heads] for _ in layers]
+    pairs = [(random(batch, length, i), random(i, o)) for _ in layers for i, o in sizes]
+    last = random(batch, length, c.hidden_size), model.head(params)
     return timed(
         {
-            "products": both_ways(multiplied, [inputs[i] for i, _ in sizes], kernels),
-            "attention": both_ways(attended, qkv),
-            "layers": both_ways(lambda p: model.hidden(p, tokens, positions, segments), params),
-            "head": both_ways(head, hidden, params),
-            "optimizer": lambda: jax.block_until_ready(apply(params, state, params)),
+            "products": both_ways(multiplied, pairs),
+            "attention": both_ways(attended, qkv, segments),
+            "layers": both_ways(model.hidden, params, tokens, positions, segments),
+            "head": both_ways(scored, last, tokens, segments),
+            "optimizer": optimize,
             "update": update,
         }
     )
@@ -198,15 +210,14 @@ def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Names
 
         return run
 
-    sizes = projections(c) * c.num_hidden_layers
-    inputs = {i: leaf(batch, length, i) for i in {i for i, _ in sizes}}
-    kernels = [leaf(o, i) for i, o in sizes]
+    layers = range(c.num_hidden_layers)
+    pairs = [(leaf(batch, length, i), leaf(o, i)) for _ in layers for i, o in projections(c)]
     heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
-    qkv = [[leaf(batch, n, length, c.head_dim) for n in heads] for _ in range(c.num_hidden_layers)]
+    qkv = [[leaf(batch, n, length, c.head_dim) for n in heads] for _ in layers]
     hidden, weights = leaf(batch, length, c.hidden_size), list(model.parameters())
 
     def multiplied():
-        return [F.linear(inputs[i], k) for (i, _), k in zip(sizes, kernels, strict=True)]
+        return [F.linear(x, kernel) for x, kernel in pairs]
 
     def attended():
         return [F.scaled_dot_product_attention(*layer, is_causal=True, enable_gqa=True) for layer in qkv]
@@ -228,10 +239,10 @@ def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Names
 
     return timed(
         {
-            "products": both_ways(multiplied, [*inputs.values(), *kernels]),
+            "products": both_ways(multiplied, sum(pairs, ())),
             "attention": both_ways(attended, sum(qkv, [])),
             "layers": both_ways(hidden_states, weights),
-            "head": both_ways(head, [hidden, *weights]),
+            "head": both_ways(head, [hidden, model.lm_head.weight]),
             "gradients": with_gradients,  # not a part: what the optimizer needs
             "optimizer": optimize,
             "update": update,
@@ -244,7 +255,7 @@ MEASURED = {"rti-jax": ours, "torch": pytorch}
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line per shape and arm: seconds of each part."""
-    head = ["model", "rows x tokens", "arm", *PARTS]
+    head = ["model", "rows x tokens", "arm", *(f"{part} s" for part in PARTS)]
     lines = [[r["size"], f"{r['rows']} x {r['length']}", r["arm"], *(f"{r[part]:.2f}" for part in PARTS)] for r in rows]
     return turns.table(head, lines)
 

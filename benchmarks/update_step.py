@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "150M": dict(width=768, mlp=2304, layers=18, heads=12, kv=4, vocabulary=32768),
 }
 LARGE = ("150M",)
+REMAT = {"none": "", "attention": ", layers computed again, ours but attention", "full": ", layers computed again"}
 CLIP, LR, WEIGHT_DECAY, BETAS, NORM = 0.2, 1e-6, 0.1, (0.9, 0.98), 1.0
 
 
@@ -46,7 +47,9 @@ def main() -> None:
     parser.add_argument("--tunix-python", metavar="PATH", help="Python of a virtual environment with google-tunix")
     parser.add_argument("--steps", type=int, help="measured ones; by default 3, of large models 2")
     parser.add_argument("--threads", type=int, default=turns.cores())
-    parser.add_argument("--remat", choices=["none", "full"], help="of all arms; by default full for large models")
+    parser.add_argument(
+        "--remat", choices=REMAT, help="of ours; the others compute all again or nothing; attention for large models"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "update_step")
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -61,7 +64,7 @@ def main() -> None:
     for size in given.sizes:
         with tempfile.TemporaryDirectory() as folder:
             parameters = make_folder(pathlib.Path(folder), **SIZES[size])
-            remat = given.remat or ("full" if size in LARGE else "none")
+            remat = given.remat or ("attention" if size in LARGE else "none")
             steps, warm_up = (2, 1) if size in LARGE else (3, 2)
             common = {"size": size, "parameters": parameters, "remat": remat}
             for length in given.lengths:
@@ -139,9 +142,8 @@ def ours(folder: pathlib.Path, batch: int, length: int, given: argparse.Namespac
     overrides = [f"optimizer.{k}={v}" for k, v in keys.items()] + ["sampling.temperature=1.0"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     mesh = make_mesh(config.mesh)
-    again = given.remat == "full"  # unrolled, the CPU compiler would compute layers again long before they are needed
-    remat = "attention" if again else "none"
-    model, params = hf.load(folder, dtype="float32", remat=remat, scan_layers=again, mesh=mesh)
+    again = given.remat != "none"  # unrolled, the CPU compiler would compute layers again long before they are needed
+    model, params = hf.load(folder, dtype="float32", remat=given.remat, scan_layers=again, mesh=mesh)
     optimizer = make_optimizer(config.optimizer, params, 1000)
     state = init_state(params, optimizer, mesh)
     update = make_update_step(model, config, mesh, optimizer, on_policy=True)
@@ -173,7 +175,7 @@ def pytorch(folder: pathlib.Path, batch: int, length: int, given: argparse.Names
 
     torch.set_num_threads(given.threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    if given.remat == "full":
+    if given.remat != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     tokens, mask, advantages = data((batch, length), model.config.vocab_size)
@@ -224,9 +226,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         others = [s for arm, s in speed.items() if arm != "rti-jax"]
         ratio = f"{speed['rti-jax'] / max(others):.2f}" if others and "rti-jax" in speed else ""
         memory = [f"{here[a]['peak_bytes'] / 1e9:.2f}" if a in here else "" for a in arms]
-        again = ", layers computed again" if remat == "full" else ""
         speeds = [f"{speed[a]:.0f}" if a in speed else "" for a in arms]
-        lines.append([f"{size}{again}", f"{batch} x {length}", *speeds, *memory, ratio])
+        lines.append([f"{size}{REMAT[remat]}", f"{batch} x {length}", *speeds, *memory, ratio])
     return turns.table(head, lines)
 
 

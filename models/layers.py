@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16")
 
 LAYER_INPUT, PRODUCT, ATTENDED = "layer_input", "product", "attended"
 POLICIES = {
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # one by primitive sees into neither
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # one by primitive does not see them
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENDED),
     "full": None,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -38,18 +38,21 @@ class Flops:
         """Forward and backward of the mathematics, three times the forward pass: what "MFU" divides by."""
         return 3 * self.forward
 
-    def update(self, remat: str) -> float:
+    def update(self, remat: str, attention: str = "blockwise") -> float:
         """Forward and backward as they are computed.
 
         Attention computes its scores again in the backward pass (five products where the forward pass has two), the
         head its logits (models/attention.py, logprobs.py); rematerialisation runs each layer again, but for its
-        closing product; "attention" spares attention (but cudnn's), "dots" all but recurrences.
+        closing product; "attention" spares attention, "dots" all but recurrences. cuDNN's is never spared.
+
+        Args:
+          remat, attention: of `Execution`.
         """
         layers = self.matrices + self.recurrence
-        but = layers - self.closing
-        whole = but + self.attention
-        again = {"none": 0.0, "dots": self.recurrence, "attention": but, "full": whole, "offload": whole}
-        return 3 * layers + 3.5 * self.attention + 4 * self.head + again[remat]
+        spared = self.attention if attention != "cudnn" else 0.0
+        whole = layers - self.closing + self.attention
+        again = {"none": 0.0, "dots": self.recurrence + self.attention - spared, "attention": whole - spared}
+        return 3 * layers + 3.5 * self.attention + 4 * self.head + again.get(remat, whole)
 
 
 def forward(model: Any, tokens: float, pairs: float) -> Flops:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rti_jax.packing import plan_microbatches
+from rti_jax.packing import attention_cost, deal, line_counts, plan_microbatches
 from rti_jax.placement import ROW_AXES, TOKEN_AXES, activation_axes, row_spec, shards
 
 CHUNK_BYTES = 2**28  # of float32 logits held at a time, at most
@@ -263,12 +263,14 @@ class Scorer:
         plan = []
         for buckets, members in families.items():
             lines = max(1, self.TOKENS // buckets[-1])
-            for (count, bucket), filled in plan_microbatches(
-                [lengths[i] for i in members], buckets, lines, self._multiple
-            ):
-                used = [[members[j] for j in line] for line in filled if line]
-                small = self._multiple * -(-count // self._multiple // self.SMALL)
-                plan.append(((small if len(used) <= small else count, bucket), used))
+            sizes = [lengths[i] for i in members]
+            counts = line_counts(buckets, lines, self._multiple)
+            for (count, bucket), filled in plan_microbatches(sizes, buckets, lines, self._multiple):
+                used = sorted(filter(None, filled), key=lambda line: -attention_cost(line, sizes))
+                small = -(-counts[bucket] // self.SMALL // self._multiple) * self._multiple
+                if len(used) <= small < count:
+                    count, filled = small, deal(used, small, self._multiple)
+                plan.append(((count, bucket), [[members[j] for j in line] for line in filled]))
         return plan
 
     def _rounded(self, length: int) -> int:

@@ -116,7 +116,8 @@ def activations(model: Any, tokens: int, context: int = 1) -> float:
     if model.execution.remat == "full":
         return float(tokens * inputs)
     head = model.config.head_dim * SIZES[model.execution.dtype] + FLOAT32  # output, and the log of the softmax's sum
-    attended = kinds.get(FULL, 0) * model.config.num_attention_heads * head
+    kept = model.execution.attention != "cudnn"  # whose output no policy can name
+    attended = kept * kinds.get(FULL, 0) * model.config.num_attention_heads * head
     if model.execution.remat == "attention":
         return float(tokens * (inputs + attended))
     if model.execution.remat == "dots":

@@ -51,7 +51,7 @@ def plan_microbatches(
             chosen.sort(key=lambda rows: -attention_cost(rows, lengths))
         start = 0
         for count in _counts(len(chosen), counts[bucket], rests[bucket]):
-            plan.append(((count, bucket), _deal(chosen[start : start + count], count, multiple)))
+            plan.append(((count, bucket), deal(chosen[start : start + count], count, multiple)))
             start += count
     return plan
 
@@ -79,7 +79,7 @@ def _counts(lines: int, count: int, rest: int) -> Iterator[int]:
         yield from [rest] * small if small * rest < count else [count]
 
 
-def _deal(lines: list[list[int]], count: int, devices: int) -> list[list[int]]:
+def deal(lines: list[list[int]], count: int, devices: int) -> list[list[int]]:
     """Lines, heaviest first, to and fro over the devices; each device's are a block of `count / devices` places."""
     if devices == 1:
         return lines

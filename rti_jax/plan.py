@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from models.accelerated_attention import cudnn_can
 from rti_jax import chips, flops, memory, published, traffic
 from rti_jax.chips import Chip
 from rti_jax.config import Config, ConfigError, MeshConfig
@@ -146,6 +147,7 @@ class Estimate:
 
 def estimate(model: Any, config: Config, chip: Chip) -> Estimate:
     """Memory on the fullest device: one that the engine shares, if there is one."""
+    model = on_chip(model, chip)
     mesh, length = abstract_mesh(config.mesh), max(config.batch.buckets)
     rows = microbatch_rows(config) // (config.mesh.data * config.mesh.fsdp)
     parts = memory.learner_parts(model, config, mesh, rows, length)
@@ -210,6 +212,7 @@ def bytes_per_token(model: Any, config: Config) -> float:
 
 def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tokens: int) -> dict[str, Any]:
     """The plan as plain data; docs/plan.md explains its keys."""
+    model = on_chip(model, chip)
     estimated = estimate(model, config, chip)
     devices = math.prod(mesh_axes(config.mesh).values())
     episodes = config.rollout.groups_per_step * config.rollout.group_size
@@ -217,7 +220,7 @@ def plan(model: Any, config: Config, chip: Chip, utilization: float, episode_tok
     forward = flops.forward(model, tokens, episodes * flops.causal_pairs(episode_tokens))
     computed = flops.forward(model, tokens, episodes * flops.shared_pairs(episode_tokens, config.mesh.context))
     extra = (config.loss.behavior == "recompute" and not config.on_policy) + bool(config.loss.kl_beta)
-    operations = computed.update(config.model.remat) + extra * computed.forward
+    operations = computed.update(config.model.remat, model.execution.attention) + extra * computed.forward
     if config.loss.baseline == "opd":  # the student's own forward pass, and the teacher's
         teacher = teacher_of(model, config)
         pairs = episodes * flops.shared_pairs(episode_tokens, config.mesh.context)
@@ -359,6 +362,17 @@ def changes(model: Any, config: Config, chip: Chip) -> Iterator[str]:
             batch={"buckets": shorter},
             sampling={"max_context": max(shorter)},
         )
+
+
+def on_chip(model: Any, chip: Chip) -> Any:
+    """The model with cuDNN's attention where `auto` takes it: no policy of rematerialisation reaches into that."""
+    import jax
+
+    execution = model.execution
+    heads = jax.ShapeDtypeStruct((1, 1, 1, model.config.head_dim), execution.dtype)
+    if chip.kind != "gpu" or execution.attention != "auto" or not cudnn_can(heads):
+        return model
+    return dataclasses.replace(model, execution=dataclasses.replace(execution, attention="cudnn"))
 
 
 def describe_as(model: Any, config: Config) -> Any:

@@ -136,7 +136,7 @@ def write_groups(path: pathlib.Path, groups: Sequence[Group], advantages: dict[s
 
 
 def group_lines(groups: Sequence[Group], advantages: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """What `write_groups` writes, line by line; `recorded.groups` reads it."""
+    """What `write_groups` writes, line by line; made `plain`, `recorded.groups` reads it."""
     for group in groups:
         members = [*group.trajectories, *([group.replaced] if group.replaced else [])]
         intervened = {a.trajectory.id: a for a in group.attempts}
@@ -182,7 +182,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """JSON's types without known secrets; what is not a finite number becomes null."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = _fields(value)
     if isinstance(value, Mapping):
         return {

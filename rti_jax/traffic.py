@@ -26,7 +26,7 @@ def per_microbatch(model: Any, mesh: dict[str, int], tokens: int) -> dict[str, f
     gathered = _ring(fsdp) * 2 * whole * size
     scattered = _ring(fsdp) * whole * memory.FLOAT32
     replicas = 2 * _ring(data * mesh["context"]) * whole / fsdp * memory.FLOAT32
-    recomputed = model.execution.remat in ("full", "offload")
+    recomputed = model.execution.remat in ("attention", "full", "offload")
     sums = 4 + recomputed  # two of each layer forward, two backward, one when recomputed
     activations = 2 * _ring(tensor) * sums * model.config.num_hidden_layers * tokens * model.config.hidden_size * size
     ideal = gathered + scattered + replicas + activations + context_bytes(model, mesh["context"], tokens) / tensor

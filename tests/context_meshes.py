@@ -1,7 +1,7 @@
 """Loss, gradient and scores of tiny models on meshes, also where devices share rows (axis context), against one device.
 
-As a script, on eight devices: `XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/context_meshes.py`
-prints, as JSON, the largest differences for each model and mesh, relative to the largest gradient of a parameter.
+As a script, on eight devices (XLA_FLAGS as `stand_in.forced_devices(8)` gives them), it prints, as JSON, the largest
+differences for each model and mesh, relative to the largest gradient of a parameter.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """A model of two small layers for tests of the learner: causal, segment-aware, a pair of pure functions as any model.
 
-As a script it prints what a few updates give as JSON, so that a test can run it on other numbers of devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/stand_in.py`. There it also gives loss and gradient on
-several meshes, in several micro-batches, in float32 and float64.
+As a script it prints what a few updates give as JSON, so that a test can run it on other numbers of devices
+(`forced_devices`). There it also gives loss and gradient on several meshes, in several micro-batches, in float32 and
+float64.
 """
 
 import json

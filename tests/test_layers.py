@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.interpreters import partial_eval
+from jax.sharding import Mesh
 
 from models import accelerated_attention, attention, layers
 
@@ -226,15 +228,21 @@ class TestAttention:
         assert masks[3:] == [(2, 1, 32, 70), (2, 1, 3, 70)]
 
 
-def sizes(jaxpr):
-    """Sizes of all arrays that a jaxpr computes, inner ones included."""
+def equations(jaxpr):
+    """All equations of a jaxpr, inner ones included."""
     for equation in jaxpr.eqns:
-        yield from (np.prod(v.aval.shape, dtype=int) for v in equation.outvars if hasattr(v.aval, "shape"))
+        yield equation
         for parameter in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
         ):
             if inner := getattr(parameter, "jaxpr", parameter if hasattr(parameter, "eqns") else None):
-                yield from sizes(inner)
+                yield from equations(inner)
+
+
+def sizes(jaxpr):
+    """Sizes of all arrays that a jaxpr computes."""
+    for equation in equations(jaxpr):
+        yield from (np.prod(v.aval.shape, dtype=int) for v in equation.outvars if hasattr(v.aval, "shape"))
 
 
 class TestRunLayers:
@@ -283,11 +291,27 @@ class TestRunLayers:
         """Two products forward and five backward; in rows of several blocks they are in the bodies of loops."""
         q, k = jnp.ones((1, 1024, 4, 8)), jnp.ones((1, 1024, 2, 8))
 
+        assert self.count("dot_general", attention.blockwise, remat, q, k) == products
+        devices = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
+        shared = lambda *x: attention._on_each(attention.blockwise, *x, devices, 1)  # noqa: E731
+        assert self.count("dot_general", shared, remat, q, k) == products
+
+    @pytest.mark.parametrize(("remat", "kernels"), [("attention", 3), ("dots", 3), ("full", 4)])
+    def test_nor_is_splash_attention(self, remat, kernels):
+        q, k = jnp.ones((1, 1024, 2, 128)), jnp.ones((1, 1024, 1, 128))
+        run = lambda *x: accelerated_attention.splash(*x, None, interpret=True)  # noqa: E731
+        assert self.count("pallas_call", run, remat, q, k) == kernels
+
+    def count(self, primitive, run, remat, q, k) -> int:
+        """How often a primitive is in what value and gradient of a layer need that is `run` and a tanh."""
+
         def loss(q, k, v):
-            y = lambda q: jnp.tanh(attention.blockwise(q, k, v, jnp.ones((1, 1024), int)))  # noqa: E731
+            y = lambda q: jnp.tanh(run(q, k, v, jnp.ones(q.shape[:2], int)))  # noqa: E731
             return jax.checkpoint(y, policy=layers.POLICIES[remat])(q).sum()
 
-        assert str(jax.make_jaxpr(jax.grad(loss))(q, k, k)).count("dot_general") == products
+        program = jax.make_jaxpr(jax.value_and_grad(loss))(q, k, k).jaxpr
+        needed, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+        return sum(equation.primitive.name == primitive for equation in equations(needed))
 
 
 class TestExecution:

@@ -201,10 +201,24 @@ class TestScorer:
         scorer = Scorer(Counting(), buckets=(8,))
         assert sum(count for (count, _), _ in scorer._plan([8] * rows)) == lines
 
-    def test_small_batches_are_shared_by_all_devices(self):
-        scorer = Scorer(Counting(), buckets=(4096,))
-        scorer._multiple = 8
-        assert [shape for shape, _ in scorer._plan([4096] * 3)] == [(8, 4096)]
+    @pytest.mark.parametrize(
+        ("rows", "shape", "of_device"), [(3, (4, 512), [1, 2]), (5, (16, 512), [2, 3]), (16, (16, 512), [8, 8])]
+    )
+    def test_devices_share_the_lines_of_small_and_whole_batches(self, rows, shape, of_device):
+        scorer = Scorer(Counting(), buckets=(512,))
+        scorer._multiple, scorer.SMALL = 2, 4
+        ((found, lines),) = scorer._plan([512] * rows)
+        lines += [[]] * (shape[0] - len(lines))
+        halves = lines[: shape[0] // 2], lines[shape[0] // 2 :]
+        assert found == shape and sorted(sum(map(bool, half)) for half in halves) == of_device
+        assert sorted(sum(lines, [])) == list(range(rows))
+
+    def test_the_small_shape_is_that_of_what_is_left_over(self):
+        """Long buckets have a smaller shape for it already: no third one."""
+        scorer = Scorer(Counting(), buckets=(1024, 32768))
+        scorer.TOKENS = 2**17
+        shapes = {shape for n in range(1, 200, 7) for shape, _ in scorer._plan([900] * n)}
+        assert shapes <= {(128, 1024), (16, 1024), (4, 32768), (1, 32768)}
 
     def test_new_parameters_need_no_new_program(self):
         scorer = Scorer(Counting(), buckets=(16,))

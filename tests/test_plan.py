@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from models import hf
-from rti_jax import ahead, chips, cli, flops, logprobs, memory, plan, published
+from rti_jax import ahead, chips, cli, flops, logprobs, memory, plan, published, traffic
 from rti_jax.config import load_config
 from rti_jax.logprobs import token_logprobs
 
@@ -87,6 +87,20 @@ class TestFlops:
         assert 0.96 < counted.forward / forward < 1.0, "norms, rotation and softmax are what is left out"
         assert 0.96 < counted.update(remat) / update < 1.0
 
+    @pytest.mark.parametrize("raw", [DENSE, HYBRID], ids=["dense", "hybrid"])
+    def test_what_attention_costs_again_is_what_xla_counts_more(self, raw):
+        ways = ("full", "attention")
+        models = {remat: described(raw, attention="blockwise", remat=remat, scan_layers=False) for remat in ways}
+        counted = flops.forward(models["full"], self.ROWS * self.LENGTH, self.ROWS * self.LENGTH**2)
+        full, attention = (self.counted(models[remat])[1] for remat in ways)
+        assert counted.update("full") - counted.update("attention") == pytest.approx(full - attention, rel=0.1)
+
+    def test_cudnns_attention_is_always_computed_again(self):
+        counted = flops.Flops(matrices=100.0, attention=10.0, recurrence=0.0, closing=30.0, head=0.0)
+        assert counted.update("attention", "cudnn") == counted.update("full") == 300 + 35 + 80
+        assert counted.update("attention") == 300 + 35 + 70
+        assert counted.update("dots", "cudnn") == 300 + 35 + 10 and counted.update("dots") == 300 + 35
+
     def test_xlas_count_of_a_scanned_model_misses_layers(self):
         one, many = (described({**DENSE, "num_hidden_layers": n}, attention="blockwise") for n in (1, 3))
         assert self.counted(one)[0] == pytest.approx(self.counted(many)[0], rel=0.02)
@@ -136,6 +150,18 @@ class TestMemory:
             before_parts = plan.estimate(model, before, chips.CHIPS["h20"]).parts
         after_parts = plan.estimate(model, after, chips.CHIPS["h20"]).parts
         assert after_parts[part] / before_parts[part] == pytest.approx(factor, rel=0.01)
+
+    def test_attentions_output_is_kept_on_a_tpu_and_not_on_a_gpu(self):
+        """Output in bfloat16 and a float32 number for each head and token; `auto` is cuDNN's on a GPU."""
+
+        def activations(remat, chip):
+            model, config = full_size("qwen3-8b", overrides=[f"model.remat={remat}"])
+            return plan.estimate(model, config, chips.CHIPS[chip]).parts["activations"]
+
+        output = 36 * 32768 * 32 * (2 * 128 + 4)
+        assert activations("attention", "h20") == activations("full", "h20") == activations("full", "v5p")
+        assert activations("attention", "v5p") == activations("full", "v5p") + output
+        assert activations("dots", "v5p") == activations("dots", "h20") + output
 
     @pytest.mark.parametrize("remat", ["none", "full"])
     def test_devices_that_share_rows_keep_their_part(self, remat):
@@ -285,6 +311,13 @@ class TestStep:
         least = 7 / 8 * PARAMETERS["qwen3-8b"] * (2 + 2 + 4) * eight["microbatch"]["per_step"]
         assert eight["communication_bytes_per_step"]["ideal"] == pytest.approx(least)
         assert 1 < eight["communication_bytes_per_step"]["bytes"] / least < 1.1
+
+    @pytest.mark.parametrize(("remat", "sums"), [("none", 4), ("dots", 4), ("attention", 5), ("full", 5)])
+    def test_tensor_parallel_sums_are_made_again_where_layers_are(self, remat, sums):
+        model = described(DENSE, remat=remat)
+        mesh = {"data": 1, "fsdp": 1, "tensor": 2, "context": 1}
+        sent = traffic.per_microbatch(model, mesh, 64)
+        assert sent["ideal"] == sums * DENSE["num_hidden_layers"] * 64 * DENSE["hidden_size"] * 2
 
     def test_devices_that_share_rows_send_keys_and_values(self):
         alone, shared = (

@@ -1,8 +1,10 @@
 """The run folder: opening, refusing, and what is written for the viewer."""
 
+import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from rti_jax import config as config_lib
@@ -86,6 +88,29 @@ def test_trajectories_are_json_lines_with_interventions_and_the_replaced_member(
     assert lines[1]["interventions"][0]["proposals"][0]["rejected"] == "leak"
     assert lines[0]["turns"][0]["sampler_logprobs"] == [-0.5, None]  # NaN is no JSON
     assert lines[1]["advantage"] == 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    ids: tuple[int, ...]
+    inner: dict[str, "Held"] = dataclasses.field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([1, 2], [1, 2]),
+        ([1.5, math.nan, math.inf], [1.5, None, None]),
+        ([True, 1, 0.5, None, math.nan], [True, 1, 0.5, None, None]),
+        ((np.int32(3), np.float32(0.5), np.float32(np.nan)), [3, 0.5, None]),
+        (np.array([1.0, np.nan]), [1.0, None]),
+        ({"a": Held((1, 2), {"b": Held(())})}, {"a": {"ids": [1, 2], "inner": {"b": {"ids": [], "inner": {}}}}}),
+        ([Status.SUCCESS, "x"], ["success", "x"]),
+        ([], []),
+    ],
+)
+def test_plain_values(value, expected):
+    assert runs.plain(value) == expected and json.loads(json.dumps(runs.plain(value))) == expected
 
 
 def test_write_json_leaves_no_half_file(tmp_path):

@@ -10,7 +10,7 @@ from rti_jax.training_state import Learner
 
 
 @pytest.mark.parametrize(("extra", "version"), [({}, 5), ({"version": 3}, 3), ({"version": 0}, 0)])
-def test_the_engine_is_given_the_version_that_the_weights_had(extra, version, tmp_path, monkeypatch):
+def test_the_version_is_the_one_that_the_weights_had(extra, version, tmp_path, monkeypatch):
     """A checkpoint of earlier code names none; the version was then its step."""
     learner = object.__new__(Learner)
     learner.hosts, learner.config, learner.state, learner.identity = Hosts(), types.SimpleNamespace(steps=9), None, {}
