@@ -129,7 +129,13 @@ def _forward(q, k, v, segment_ids, part: Part | None, block: int):
         place, rows = inputs
 
         def of_tile(tile):
-            scores = _scores(rows, _tile(k, tile, block), segment_ids, part, place.block, tile, block)
+            keys = _tile(k, tile, block)
+            hidden = functools.partial(_scores, rows, keys, segment_ids, part, place.block, tile, block)
+            if isinstance(place.block, int):
+                scores = hidden()
+            else:  # the maximum below would write the hidden scores out, and most tiles of a long row have none
+                plain = functools.partial(_product, "BKRH,BKSH->BKRS", rows, keys)
+                scores = jax.lax.cond(_whole(segment_ids, part, place.block, tile, block), plain, hidden)
             peak = jnp.max(scores, axis=-1, keepdims=True)
             weights = jnp.exp(scores - peak)
             values = _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), _tile(v, tile, block))
@@ -159,14 +165,15 @@ def _backward(block: int, saved, d_out):
 
     def of_block(gradients, inputs):
         place, rows, d, normaliser, delta = inputs
+        columns, d_columns = _swapped(rows), _swapped(d)  # so that no product has to turn a tile
 
         def of_tile(tile):
             keys, values = _tile(k, tile, block), _tile(v, tile, block)
             scores = _scores(rows, keys, segment_ids, part, place.block, tile, block)
             weights = jnp.exp(scores - normaliser)
             d_scores = (weights * (_product("BKRH,BKSH->BKRS", d, values) - delta)).astype(q.dtype)
-            d_keys = _product("BKRS,BKRH->BKSH", d_scores, rows)
-            d_values = _product("BKRS,BKRH->BKSH", weights.astype(q.dtype), d)
+            d_keys = _product("BKHR,BKRS->BKHS", columns, d_scores)
+            d_values = _product("BKHR,BKRS->BKHS", d_columns, weights.astype(q.dtype))
             return _product("BKRS,BKSH->BKRH", d_scores, keys), d_keys, d_values
 
         def join(state, part, tile):
@@ -175,10 +182,10 @@ def _backward(block: int, saved, d_out):
         d_rows, *gradients = _over_tiles(place, of_tile, join, (jnp.zeros(rows.shape, wide(rows)), *gradients))
         return tuple(gradients), d_rows.astype(q.dtype)
 
-    zeros = jnp.zeros(k.shape, wide(k)), jnp.zeros(v.shape, wide(v))
+    zeros = tuple(jnp.zeros_like(_swapped(x), wide(x)) for x in (k, v))
     blocks = _visible_tiles(segment_ids, part, block), q, d_out, normaliser, delta
     (d_k, d_v), d_q = _over_blocks(of_block, zeros, blocks, _unrolled(q, part, block))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    return d_q, _swapped(d_k).astype(k.dtype), _swapped(d_v).astype(v.dtype), None, None
 
 
 _tiles.defvjp(_forward, _backward)
@@ -246,14 +253,27 @@ def _scores(rows, keys, segment_ids, part: Part | None, block_number, tile, bloc
     return jnp.where(visible[:, None, None], grouped, HIDDEN_SCORE).reshape(scores.shape)
 
 
+def _whole(segment_ids, part: Part | None, block_number, tile, block: int) -> jax.Array:
+    """Whether every query of a block sees every key of a tile, in all rows: a segment's tokens follow each other."""
+    others, first = part or (segment_ids, 0)
+    last = jax.lax.dynamic_slice_in_dim(segment_ids, (block_number + 1) * block - 1, 1, axis=1)
+    one = jax.lax.dynamic_slice_in_dim(others, tile * block, 1, axis=1)
+    return ((tile + 1) * block <= first + block_number * block + 1) & jnp.all(last == one)
+
+
 def _tile(x: jax.Array, tile, block: int) -> jax.Array:
     """Tokens of a tile of x [B, K, S, H]."""
     return jax.lax.dynamic_slice_in_dim(x, tile * block, block, axis=2)
 
 
 def _add(x: jax.Array, values: jax.Array, tile, block: int) -> jax.Array:
-    """x [B, K, S, H] with `values` added to a tile."""
-    return jax.lax.dynamic_update_slice_in_dim(x, _tile(x, tile, block) + values, tile * block, axis=2)
+    """x [B, K, H, S] with `values` added to the tokens of a tile."""
+    old = jax.lax.dynamic_slice_in_dim(x, tile * block, block, axis=3)
+    return jax.lax.dynamic_update_slice_in_dim(x, old + values, tile * block, axis=3)
+
+
+def _swapped(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -132,7 +132,7 @@ def _values(hidden, head, targets, scale, columns: int, entropy: bool, keep: boo
 
 def _entropy(table: jax.Array) -> jax.Array:
     """-sum p log p over the last axis of log-probabilities."""
-    return -jnp.sum(jnp.exp(table) * table, axis=-1)
+    return -jnp.einsum("BTV,BTV->BT", jnp.exp(table), table)  # a fused sum takes four times as long on CPU
 
 
 def _slice(x: jax.Array, start: jax.Array, columns: int) -> jax.Array:

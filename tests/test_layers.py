@@ -286,9 +286,9 @@ class TestRunLayers:
 
         assert moved("offload") > 0 and moved("full") == moved("dots") == 0
 
-    @pytest.mark.parametrize(("remat", "products"), [("attention", 7), ("dots", 7), ("full", 9)])
+    @pytest.mark.parametrize(("remat", "products"), [("attention", 8), ("dots", 8), ("full", 11)])
     def test_attention_whose_output_is_kept_is_not_computed_again(self, remat, products):
-        """Two products forward and five backward; in rows of several blocks they are in the bodies of loops."""
+        """Three products forward, of which two run (scores with hidden ones, or without), and five backward."""
         q, k = jnp.ones((1, 1024, 4, 8)), jnp.ones((1, 1024, 2, 8))
 
         assert self.count("dot_general", attention.blockwise, remat, q, k) == products
