@@ -24,6 +24,8 @@ TUNIX_PYTHON ?=
 # Tests never touch the network, and their many processes share what JAX compiled.
 TESTING := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
+# A process takes file by file, in the order of tests/conftest.py.
+PYTEST := $(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast test-all bench lint format clean
@@ -32,7 +34,7 @@ help:
 	@echo "make install     a virtual environment in $(VENV) with everything (about 2 minutes; no accelerator needed)"
 	@echo "make quickstart  install what is missing, then train the shipped policy with RTI and report on it"
 	@echo "make test        the tests          make test-fast   without the slow ones     make test-all   every case"
-	@echo "make bench       speed and memory against PyTorch, about 45 minutes on two cores; results in benchmarks/results"
+	@echo "make bench       speed and memory against PyTorch, about an hour on two cores; results in benchmarks/results"
 	@echo "make lint        ruff               make clean       remove caches (keeps $(VENV) and runs/)"
 	@echo ""
 	@echo "Variables: PYTHON=python3.12  VENV=.venv  ACCELERATOR=cpu|cuda|tpu  TORCH_INDEX=URL  WORKERS=2"
@@ -83,13 +85,13 @@ quickstart: install
 	@$(BIN)/rti train configs/quickstart.yaml
 
 test: install
-	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" tests
+	@$(PYTEST) -m "not exhaustive" tests
 
 test-all: install
-	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+	@$(PYTEST) tests
 
 test-fast: install
-	@$(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not exhaustive" tests
+	@$(PYTEST) -m "not slow and not exhaustive" tests
 
 bench: install
 	@set -e; total=$(words $(BENCHMARKS)); i=0; for name in $(BENCHMARKS); do i=$$((i + 1)); \

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import names
 from models.accelerated_attention import cudnn, cudnn_can, splash, splash_can
-from models.layers import ATTENDED, Execution, wide
+from models.layers import ATTENDED, Execution, precision, wide
 
 # Queries, and keys, of a tile: on CPU what fits its caches, elsewhere what keeps a device busy.
 CPU_BLOCKS, ACCELERATOR_BLOCKS = (64, 256), (1024, 1024)  # least and most; in between, a quarter of the row
@@ -254,11 +254,14 @@ def _scores(rows, keys, segment_ids, part: Part | None, block_number, tile, bloc
 
 
 def _whole(segment_ids, part: Part | None, block_number, tile, block: int) -> jax.Array:
-    """Whether every query of a block sees every key of a tile, in all rows: a segment's tokens follow each other."""
+    """Whether every query of a block sees every key of a tile, in all rows: a segment's tokens follow each other.
+
+    Not so for padding, which may be on both sides.
+    """
     others, first = part or (segment_ids, 0)
     last = jax.lax.dynamic_slice_in_dim(segment_ids, (block_number + 1) * block - 1, 1, axis=1)
     one = jax.lax.dynamic_slice_in_dim(others, tile * block, 1, axis=1)
-    return ((tile + 1) * block <= first + block_number * block + 1) & jnp.all(last == one)
+    return ((tile + 1) * block <= first + block_number * block + 1) & jnp.all((last == one) & (one != 0))
 
 
 def _tile(x: jax.Array, tile, block: int) -> jax.Array:
@@ -277,4 +280,4 @@ def _swapped(x: jax.Array) -> jax.Array:
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=wide(a))
+    return jnp.einsum(spec, a, b, preferred_element_type=wide(a), precision=precision(a.dtype))

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,8 @@ class Execution:
 
     @property
     def precision(self) -> str:
-        """Matrix product precision: float32 must not become TF32 or bfloat16 passes on an accelerator."""
-        return "default" if self.dtype == "bfloat16" else "highest"
+        """Of matrix products in the compute dtype."""
+        return precision(self.dtype)
 
     def constrain(self, x: jax.Array) -> jax.Array:
         """Keeps activations [B, T, ...] split over rows and tokens (and nothing else) where the mesh divides them."""
@@ -114,6 +115,14 @@ def wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def precision(dtype: Any) -> str:
+    """Of matrix products: float32 must not become TF32 or bfloat16 passes on an accelerator.
+
+    A custom gradient has to name it: JAX traces it after `jax.default_matmul_precision` of the forward pass ended.
+    """
+    return "default" if jnp.dtype(dtype) == jnp.bfloat16 else "highest"
+
+
 @jax.custom_vjp
 def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [B, T, in] times kernel [in, out], in x's dtype; the kernel's gradient is accumulated in float32.
@@ -130,8 +139,9 @@ def _project_forward(x, kernel):
 
 def _project_backward(saved, d_y):
     x, kernel = saved
-    d_kernel = jnp.einsum("BTI,BTO->IO", x, d_y, preferred_element_type=wide(x))
-    return d_y @ kernel.astype(x.dtype).T, d_kernel.astype(kernel.dtype)
+    exact = precision(x.dtype)
+    d_kernel = jnp.einsum("BTI,BTO->IO", x, d_y, preferred_element_type=wide(x), precision=exact)
+    return jnp.matmul(d_y, kernel.astype(x.dtype).T, precision=exact), d_kernel.astype(kernel.dtype)
 
 
 project.defvjp(_project_forward, _project_backward)

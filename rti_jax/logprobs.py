@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.layers import precision, wide
 from rti_jax.packing import attention_cost, deal, line_counts, plan_microbatches
 from rti_jax.placement import ROW_AXES, TOKEN_AXES, activation_axes, row_spec, shards
 
@@ -51,15 +52,14 @@ def token_logprobs(
       same alignment, or None.
     """
     targets = jnp.roll(tokens, -1, axis=1)  # of whole rows; the last column wraps and is masked below
-    with jax.default_matmul_precision("default" if hidden.dtype == jnp.bfloat16 else "highest"):
-        fused = functools.partial(_in_chunks, chunk=chunk, entropy=entropy, through=entropy_gradient)
-        over_rows, over_tokens = activation_axes(mesh, tokens.shape) if mesh is not None else ((), ())
-        if mesh is not None and shards(mesh, over_rows + over_tokens) > 1:
-            split, whole = PartitionSpec(over_rows or None, over_tokens or None), PartitionSpec()
-            specs = {"in_specs": (split, whole, split, whole), "out_specs": (split, split)}
-            axes = {*over_rows, *over_tokens}
-            fused = jax.shard_map(fused, mesh=mesh, axis_names=axes, check_vma=False, **specs)
-        values, entropies = fused(hidden, head, targets, 1.0 / jnp.asarray(temperature, _wide(hidden)))
+    fused = functools.partial(_in_chunks, chunk=chunk, entropy=entropy, through=entropy_gradient)
+    over_rows, over_tokens = activation_axes(mesh, tokens.shape) if mesh is not None else ((), ())
+    if mesh is not None and shards(mesh, over_rows + over_tokens) > 1:
+        split, whole = PartitionSpec(over_rows or None, over_tokens or None), PartitionSpec()
+        specs = {"in_specs": (split, whole, split, whole), "out_specs": (split, split)}
+        axes = {*over_rows, *over_tokens}
+        fused = jax.shard_map(fused, mesh=mesh, axis_names=axes, check_vma=False, **specs)
+    values, entropies = fused(hidden, head, targets, 1.0 / jnp.asarray(temperature, wide(hidden)))
 
     continues = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
 
@@ -132,7 +132,8 @@ def _values(hidden, head, targets, scale, columns: int, entropy: bool, keep: boo
 
 def _entropy(table: jax.Array) -> jax.Array:
     """-sum p log p over the last axis of log-probabilities."""
-    return -jnp.einsum("BTV,BTV->BT", jnp.exp(table), table)  # a fused sum takes four times as long on CPU
+    # A fused sum takes four times as long on CPU.
+    return -jnp.einsum("BTV,BTV->BT", jnp.exp(table), table, precision="highest")
 
 
 def _slice(x: jax.Array, start: jax.Array, columns: int) -> jax.Array:
@@ -146,12 +147,11 @@ def _unchunk(x: jax.Array) -> jax.Array:
 
 
 def _logits(hidden: jax.Array, head: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.einsum("BTD,DV->BTV", hidden, head, preferred_element_type=_wide(hidden)) * scale
+    return _product("BTD,DV->BTV", hidden, head) * scale
 
 
-def _wide(x: jax.Array) -> jnp.dtype:
-    """What is accumulated in: float32, or float64 where a test computes in it."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=wide(a), precision=precision(a.dtype))
 
 
 def _backward(columns, entropy, through, saved, cotangents):
@@ -171,11 +171,11 @@ def _backward(columns, entropy, through, saved, cotangents):
             slope = -probabilities * (table + _entropy(table)[..., None])
             d_logits += (_slice(cotangents[1], start, columns) * scale)[..., None] * slope
         d_logits = d_logits.astype(hidden.dtype)
-        d_head += jnp.einsum("BTD,BTV->DV", h, d_logits, preferred_element_type=_wide(h))
-        return d_head, jnp.einsum("BTV,DV->BTD", d_logits, weights)
+        d_head += _product("BTD,BTV->DV", h, d_logits)
+        return d_head, _product("BTV,DV->BTD", d_logits, weights).astype(h.dtype)
 
     starts = jnp.arange(0, hidden.shape[1], columns)
-    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, _wide(hidden)), (starts, kept))
+    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, wide(hidden)), (starts, kept))
     return _unchunk(d_hidden), d_head.astype(head.dtype), None, None
 
 

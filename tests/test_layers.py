@@ -107,6 +107,35 @@ class TestAttention:
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_allclose(ours.astype(jnp.float32)[keep], reference[keep], atol=2e-2)
 
+    def test_bfloat16_sums_the_gradients_of_many_tiles_in_float32(self, monkeypatch):
+        monkeypatch.setattr(attention, "UNROLLED", 0)
+        q, k, v, d = draw(256)
+        half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+
+        def gradients(function, *inputs):
+            ids = jnp.ones(q.shape[:2], jnp.int32)
+            return jax.jit(jax.grad(lambda *a: (function(*a, ids).astype(jnp.float32) * d).sum(), (0, 1, 2)))(*inputs)
+
+        ours = gradients(lambda *a: attention.blockwise(*a, block=4), *half)
+        reference = gradients(naive_attention, *(x.astype(jnp.float32) for x in half))
+        for a, b in zip(ours, reference, strict=True):
+            assert a.dtype == jnp.bfloat16
+            assert np.linalg.norm(a.astype(jnp.float32) - b) < 6e-3 * np.linalg.norm(b)
+
+    def test_padding_on_both_sides_is_not_seen(self, monkeypatch):
+        monkeypatch.setattr(attention, "UNROLLED", 0)
+        q, k, v, d = draw(14)
+        ids = jnp.array([[0] * 2 + [1] * 8 + [0] * 4, [0] + [1] * 9 + [0] * 4])
+        d = d * (ids > 0)[..., None, None]
+
+        def run(function):
+            return jax.jit(jax.value_and_grad(lambda *a: (function(*a, ids) * d).sum(), (0, 1, 2)))(q, k, v)
+
+        ours, reference = run(lambda *a: attention.blockwise(*a, block=4)), run(naive_attention)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+            visible = True if a.ndim == 0 else np.asarray(ids > 0)
+            np.testing.assert_allclose(a[visible], b[visible], rtol=1e-5, atol=2e-6)
+
     def test_nothing_of_size_t_by_t_is_held(self):
         length = 512
         q, k, v, d = draw(length, heads=1, kv_heads=1, rows=1)
@@ -151,11 +180,12 @@ class TestAttention:
         for a, b in zip(our_grads, grads, strict=True):
             np.testing.assert_allclose(a[:, 32:48], b[:, 32:48], atol=2e-6)
 
-    @pytest.mark.parametrize("block", [None, 8])
-    def test_a_part_of_a_row_is_that_part_of_its_attention(self, block):
+    # In tiles of 11 keys, the second ends one key after the first query of the part that begins at 20.
+    @pytest.mark.parametrize(("block", "packed"), [(None, True), (8, True), (11, False)])
+    def test_a_part_of_a_row_is_that_part_of_its_attention(self, block, packed):
         """What a device computes that has some tokens of a row: all keys, its queries (the last block is not full)."""
         q, k, v, d = draw(60)
-        ids = segments(60)
+        ids = segments(60) if packed else jnp.ones((2, 60), int)
         d = d * (ids > 0)[..., None, None]
 
         def part(first):

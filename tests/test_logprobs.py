@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import make_qwen3, reference_logprobs
+from tiny_models import make_model, make_qwen3, reference_logprobs
 
 from models import hf
 from rti_jax import logprobs
@@ -30,6 +30,23 @@ def naive(hidden, head, tokens, segment_ids, temperature):
     entropies = -(jnp.exp(table) * table).sum(-1)
     real = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     return [jnp.pad(jnp.where(real, x, 0.0), ((0, 0), (1, 0))) for x in (values, entropies)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text"])
+def test_every_product_of_a_float32_gradient_is_computed_in_float32(model_type, tmp_path):
+    """On accelerators the default is less; a custom gradient is traced outside of its forward pass's context."""
+    model, params = hf.load(make_model(tmp_path, model_type, tokenizer=False))
+    tokens = jnp.ones((1, 600), jnp.int32)  # longer than what attention unrolls
+
+    def loss(params):
+        hidden = model.hidden(params, tokens, jnp.arange(600)[None], tokens)
+        outputs = token_logprobs(hidden, model.head(params), tokens, tokens, entropy=True, entropy_gradient=True)
+        return sum(x.sum() for x in outputs)
+
+    program = jax.jit(jax.grad(loss)).lower(params).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 10
+    assert [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line] == []
 
 
 class TestValues:
