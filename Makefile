@@ -24,8 +24,7 @@ TUNIX_PYTHON ?=
 # Tests never touch the network, and their many processes share what JAX compiled.
 TESTING := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
-# A process takes file by file, in the order of tests/conftest.py.
-PYTEST := $(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(TESTING) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast test-all bench lint format clean

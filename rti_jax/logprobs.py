@@ -14,7 +14,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.layers import precision, wide
 from rti_jax.packing import attention_cost, deal, line_counts, plan_microbatches
 from rti_jax.placement import ROW_AXES, TOKEN_AXES, activation_axes, row_spec, shards
 
@@ -59,7 +58,7 @@ def token_logprobs(
         specs = {"in_specs": (split, whole, split, whole), "out_specs": (split, split)}
         axes = {*over_rows, *over_tokens}
         fused = jax.shard_map(fused, mesh=mesh, axis_names=axes, check_vma=False, **specs)
-    values, entropies = fused(hidden, head, targets, 1.0 / jnp.asarray(temperature, wide(hidden)))
+    values, entropies = fused(hidden, head, targets, 1.0 / jnp.asarray(temperature, _wide(hidden)))
 
     continues = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
 
@@ -151,7 +150,14 @@ def _logits(hidden: jax.Array, head: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=wide(a), precision=precision(a.dtype))
+    """Float32 stays float32 on accelerators, in the backward pass too, which no context of the forward pass reaches."""
+    precision = "default" if a.dtype == jnp.bfloat16 else "highest"
+    return jnp.einsum(spec, a, b, preferred_element_type=_wide(a), precision=precision)
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    """What is accumulated in: float32, or float64 where a test computes in it."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _backward(columns, entropy, through, saved, cotangents):
@@ -175,7 +181,7 @@ def _backward(columns, entropy, through, saved, cotangents):
         return d_head, _product("BTV,DV->BTD", d_logits, weights).astype(h.dtype)
 
     starts = jnp.arange(0, hidden.shape[1], columns)
-    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, wide(hidden)), (starts, kept))
+    d_head, d_hidden = jax.lax.scan(one, jnp.zeros(head.shape, _wide(hidden)), (starts, kept))
     return _unchunk(d_hidden), d_head.astype(head.dtype), None, None
 
 

@@ -593,6 +593,7 @@ class TestEngine:
 
 @pytest.mark.slow
 class TestWithVLLM:
+    @pytest.mark.exhaustive
     def test_the_whole_quickstart_is_in_order(self, tmp_path):
         here = [f"model.path={SHIPPED}", f"runs_dir={tmp_path / 'runs'}"]
         command = [sys.executable, "-m", "rti_jax.cli", "doctor", str(QUICKSTART), *here, "--json"]
